@@ -180,8 +180,8 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
 
 
 def check_fields(config: object, ranges: dict) -> None:
-    """Raise Mistake, naming the field, if a dataclass has a field of another type than its default,
-    or with a value that it cannot have. ranges: as a script's RANGES."""
+    """Raise Mistake, naming the field, if a field of a dataclass has another type than its default,
+    or a value outside of its range. ranges: allowed values by field, as in a script's RANGES."""
     for field in fields(config):
         name, value, default = field.name, getattr(config, field.name), field.default
         if type(default) in (int, str, bool) and type(value) is not type(default):

@@ -299,8 +299,10 @@ class Decoder:
     ) -> Iterator[Tensor]:
         """Continue prompts idx (B, T >= 1) from a state, by default the initial one. Yields tokens
         (B,), max_new_tokens times, or without end if that is negative."""
+        if max_new_tokens == 0:
+            return
         self.prefill(idx[:, :-1], state)
         token = idx[:, -1]
         for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens):
             yield self.step(token).clone()
-            token = None  # then the one that was sampled
+            token = None  # from now on the token that was sampled last

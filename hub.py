@@ -141,7 +141,7 @@ def read_about(folder: pathlib.Path) -> dict:
     """Return the entries of an export's config.json. Raises Mistake if it cannot be read."""
     about = read_json(folder / CONFIG)
     if not about:
-        reason = 'cannot be read: name the folder of a run or of an export'
+        reason = 'cannot be read: missing or damaged? Name the folder of a run or of an export'
         raise Mistake(f'{folder / CONFIG}: {reason}')
     return about
 
@@ -208,7 +208,7 @@ class PublishedModel(
 
     A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
     model for the entries of a config.json; and `entries()`, which returns the entries that rebuild
-    the model: 'recurrent' and its sizes, or 'model' with its sizes."""
+    the model: 'recurrent' and the sizes, as entries or together as 'model'."""
 
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved

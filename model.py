@@ -203,8 +203,8 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
-    """The common part of both models: embedding, head, loss, parameter and FLOP
-    counts, saving and loading. Subclasses define `hidden`, which runs the layers."""
+    """The common part of both models: embedding, head, loss, parameter and FLOP counts, saving and
+    loading. Subclasses define `hidden`, which runs the layers."""
 
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
@@ -214,7 +214,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # `core` normalizes the scale of the embedding away; the first loss is ln V
+        # `core` normalizes the scale of the embedding away; a head of zeros: the first loss is ln V
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))
         self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
         self.head = nn.Parameter(torch.zeros(config.vocab_size, config.n_embd))
@@ -253,8 +253,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
     def captures(self, state: State, T: int) -> bool:
-        """Return whether a chunk of T tokens from this state is one CUDA graph. If not, `graphs`
-        captures its parts."""
+        """Return whether a chunk of T tokens from this state, () if none is carried, is one CUDA
+        graph. If not, `graphs` captures its parts."""
         return True
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
@@ -344,7 +344,10 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def build(cls, about: dict) -> 'LanguageModel':
         """Return a model for the entries of a config.json. Raises KeyError, TypeError or ValueError
         if they describe no model."""
-        return build_model(ModelConfig(**about['model']), about['recurrent'])
+        config, recurrent = ModelConfig(**about['model']), about['recurrent']
+        if not isinstance(recurrent, bool):
+            raise TypeError(f'recurrent = {recurrent!r}')
+        return build_model(config, recurrent)
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this model."""
@@ -427,7 +430,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.reshape(B * C, -1, K) for x in (q, k, v))
         p = F.softmax(torch.baddbmm(future, q, k.mT), -1)  # (B*C, A/C*T, T)
         return (p @ v).view(B, A, T, K)
-    # cuDNN's kernel refuses some sizes, such as T = 32 with grouped heads
+    # without cuDNN's kernel, which refuses some sizes, such as T = 32 with grouped heads
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=A != C
@@ -450,9 +453,10 @@ class GPT(LanguageModel):
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
         weights = self.layer_weights(B * T, dtype)
-        masks = dict.fromkeys(w.window for w in weights)  # None: causal
-        if state is not None:
-            masks = {width: window_mask(state.count, T, width) for width in masks}
+        masks = {  # by width of the window; None: causal
+            width: None if state is None else window_mask(state.count, T, width)
+            for width in {w.window for w in weights}
+        }
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new = []
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly

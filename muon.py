@@ -149,8 +149,8 @@ def pays_to_compile(p: torch.nn.Parameter, lr: float | torch.Tensor) -> bool:
 def average_grad(
     grad: torch.Tensor, buffer: torch.Tensor, out: torch.Tensor, momentum: float
 ) -> None:
-    """Average grad into the momentum `buffer`, and write the matrices to orthogonalize, Nesterov's
-    momentum, to `out` (N, rows, columns)."""
+    """Average grad into the momentum `buffer`, and write Nesterov's momentum, which is to be
+    orthogonalized, to `out` (N, rows, columns)."""
     # an average differs from a sum only in scale, which orthogonalization removes
     buffer.lerp_(grad, 1 - momentum)
     out.copy_(wide(grad.lerp(buffer, momentum)))

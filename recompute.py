@@ -30,7 +30,7 @@ def recomputes(k: Tensor, M: int, T: int) -> bool:
     carried keys (L, ..., W, K)."""
     if k.is_cuda:
         return len(k) * T > WHOLE_GRAPH
-    slots = k.size(-2) + min(T, unroll.BLOCK)  # that a token reads
+    slots = k.size(-2) + min(T, unroll.BLOCK)  # that each token reads
     attention_weights = k[..., 0, 0].numel() * M * T * slots
     return attention_weights * k.itemsize > KEPT_BYTES
 

@@ -22,7 +22,7 @@ SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 def write_lm(folder, *losses, **settings):
     """Write the folder of a run with these validation losses."""
     settings = {'arch': 'experts', 'recurrent': True, 'finished': True, **SIZES, **settings}
-    log = [{'step': k, 'tokens': 10 * k, 'val_loss': x} for k, x in enumerate(losses)]
+    log = [{'step': k, 'tokens': 10 * k, 'seconds': k, 'val_loss': x} for k, x in enumerate(losses)]
     folder.mkdir(parents=True)
     (folder / 'config.json').write_text(json.dumps(settings))
     (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))

@@ -34,7 +34,7 @@ SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
 COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step', 'val_loss']
 COLUMNS += ['seconds', 'processor', 'commit']
-RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # what tells a run from the others
+RUN = ['seed', 'recurrent', 'n_layer', 'seconds']  # identify a run, whatever the processor
 
 PLAN = Plan(
     'Study: depth of language models, registered',
@@ -79,9 +79,10 @@ def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
 
 
 def add(folder: str, processor: str) -> None:
-    """Add the finished runs of a folder to the table, but those that it has already."""
+    """Add the finished runs of a folder to the table, except those that it already has."""
     table = runs([folder]).query('finished').assign(processor=processor)
-    table = table.rename(columns={'last_val_loss': 'val_loss'}).set_index(RUN)
+    table = table.rename(columns={'last_val_loss': 'val_loss'})
+    table = table.assign(seconds=table['seconds'].round(1)).set_index(RUN)
     if TABLE.exists():
         table = table[~table.index.isin(pandas.read_csv(TABLE, index_col=RUN).index)]
     is_new = not TABLE.exists()
@@ -100,7 +101,7 @@ def main() -> None:
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='val_loss'
     )
     blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(ALLOCATIONS))
-    blocks = blocks.dropna().groupby('seed').head(1)  # whole ones, one per seed
+    blocks = blocks.dropna().groupby('seed').head(1)  # whole, one per seed
     print(blocks.to_string())
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of 4 blocks')
 
