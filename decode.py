@@ -303,6 +303,7 @@ class Decoder:
             return
         self.prefill(idx[:, :-1], state)
         token = idx[:, -1]
-        for _ in itertools.count() if max_new_tokens < 0 else range(max_new_tokens):
+        steps = itertools.count() if max_new_tokens < 0 else range(max_new_tokens)
+        for _ in steps:
             yield self.step(token).clone()
             token = None  # from now on the token that was sampled last

@@ -204,7 +204,8 @@ class Layer(nn.Module):
 
 class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     """The common part of both models: embedding, head, loss, parameter and FLOP counts, saving and
-    loading. Subclasses define `hidden`, which runs the layers."""
+    loading. The head starts at zero, so that the first loss is ln V. Subclasses define `hidden`,
+    which runs the layers."""
 
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
@@ -214,7 +215,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # `core` normalizes the scale of the embedding away; a head of zeros: the first loss is ln V
+        # `core` normalizes the scale of the embedding away
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))
         self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
         self.head = nn.Parameter(torch.zeros(config.vocab_size, config.n_embd))

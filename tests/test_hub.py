@@ -61,11 +61,11 @@ def test_agents_saved_before_a_size_was_added_load(tmp_path):
 
 def test_a_loaded_model_keeps_its_entries_until_its_weights_change(tmp_path):
     """Those that rebuild it stay, and rounding to bfloat16 is no change."""
-    told = {'step': 7, 'score': '1.25', 'tokenizer': 'bytes'}
-    make_language_model().save_pretrained(tmp_path, config=told)
+    about_run = {'step': 7, 'score': '1.25', 'tokenizer': 'bytes'}
+    make_language_model().save_pretrained(tmp_path, config=about_run)
     model = LanguageModel.from_pretrained(tmp_path).bfloat16()
     model.save_pretrained(tmp_path)
-    assert told.items() <= json.loads((tmp_path / CONFIG).read_text()).items()
+    assert about_run.items() <= json.loads((tmp_path / CONFIG).read_text()).items()
     model.head.data.mul_(1.1)
     model.save_pretrained(tmp_path, config={'best': 1})
     about = json.loads((tmp_path / CONFIG).read_text())
@@ -103,8 +103,8 @@ def test_a_pushed_model_is_loaded_by_the_name_of_its_repository(tmp_path, monkey
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
     monkeypatch.setattr(huggingface_hub.hub_mixin, 'hf_hub_download', hf_hub_download)
     model = make_language_model()
-    told = {'tokenizer': 'bytes', 'score': '1.25 nats', 'step': 7, 'command': 'python a.py'}
-    model.push_to_hub('owner/name', config=told)
+    about_run = {'tokenizer': 'bytes', 'score': '1.25 nats', 'step': 7, 'command': 'python a.py'}
+    model.push_to_hub('owner/name', config=about_run)
     assert sorted(os.listdir(tmp_path / 'owner' / 'name')) == FILES
     card = (tmp_path / 'owner' / 'name' / 'README.md').read_text()
     for part in ('license: mit', '7 updates', 'python a.py', '1.25 nats', '| n_expert | 2 |'):

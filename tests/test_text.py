@@ -93,8 +93,8 @@ def test_the_parts_of_a_long_file_have_the_tokens_of_the_whole(tmp_path, monkeyp
     rng, tokenizer = random.Random(0), get_tokenizer('gpt2')
     letters = ['a', 'Ab', 'é', '中文', '12', "it's", '...', '(', '🙂']
     spaces = [' ', '  ', '\n', '\n\n ', '\t', ' \u2003']
-    words = [rng.choice(letters) * rng.choice([1, 2, 3]) for _ in range(20_000)]
-    whole = ''.join(word + rng.choice(spaces) for word in words)
+    letter_runs = [rng.choice(letters) * rng.choice([1, 2, 3]) for _ in range(20_000)]
+    whole = ''.join(run + rng.choice(spaces) for run in letter_runs)
     monkeypatch.setattr(text, 'PIECE', text.cutter(len(whole)))
     expected = [tokenizer.eot, *tokenizer.encode(whole)]
     (tmp_path / 'a.txt').write_text(whole)

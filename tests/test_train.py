@@ -215,11 +215,11 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch):
         """Do what graphs.graphed does, as far as a CPU can: from the fourth call on, call the
         function of the fourth call on its arguments, and write the results to the memory of that
         call's results."""
-        made = calls.setdefault(name, [])
-        if len(made) < 4:
-            made.append((function, args, function(*args)))
-            return made[-1][2]
-        function, args, batches = made[3]
+        earlier = calls.setdefault(name, [])
+        if len(earlier) < 4:
+            earlier.append((function, args, function(*args)))
+            return earlier[-1][2]
+        function, args, batches = earlier[3]
         for batch, new in zip(batches or [], function(*args) or [], strict=True):
             batch.matrices.copy_(new.matrices)
         return batches
@@ -230,7 +230,7 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch):
     monkeypatch.setattr(stream, 'graphed', replay)
     run_lm(data, tmp_path / 'replayed', **settings)
     assert calls.keys() == {'train', 'score', 'orthogonalize', 'change weights'}
-    assert all(len(made) == 4 for made in calls.values())
+    assert all(len(earlier) == 4 for earlier in calls.values())
     assert_equal(read_log(tmp_path / 'eager'), read_log(tmp_path / 'replayed'))
 
 

@@ -83,9 +83,9 @@ def add(folder: str, processor: str) -> None:
     table = runs([folder]).query('finished').assign(processor=processor)
     table = table.rename(columns={'last_val_loss': 'val_loss'})
     table = table.assign(seconds=table['seconds'].round(1)).set_index(RUN)
-    if TABLE.exists():
-        table = table[~table.index.isin(pandas.read_csv(TABLE, index_col=RUN).index)]
     is_new = not TABLE.exists()
+    if not is_new:
+        table = table[~table.index.isin(pandas.read_csv(TABLE, index_col=RUN).index)]
     table.reset_index().to_csv(TABLE, mode='a', columns=COLUMNS, header=is_new, index=False)
 
 
@@ -101,7 +101,7 @@ def main() -> None:
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='val_loss'
     )
     blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(ALLOCATIONS))
-    blocks = blocks.dropna().groupby('seed').head(1)  # whole, one per seed
+    blocks = blocks.dropna().groupby('seed').head(1)  # whole blocks, one per seed
     print(blocks.to_string())
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of 4 blocks')
 

@@ -196,7 +196,8 @@ def train_agent(settings, compiled=False, arch='convlstm'):
 def agents(settings):
     """Compare compiled agents with those that run eagerly."""
     for arch in ('convlstm', 'convglu'):
-        print(*compare({x: train_agent(settings, x, arch) for x in (False, True)})[0])
+        found = {f'compiled = {x}': train_agent(settings, x, arch) for x in (False, True)}
+        print(*compare(found)[0])
 
 
 # ---- an edit, checked end to end ----
