@@ -246,7 +246,7 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
 def test_the_registered_study_decides_at_95_percent_of_paired_draws(leading, t, word):
     """The best L is 4, but for one kind L = 8 leads by t standard errors. With four blocks, 95% of
     Student's distribution lie below t = 2.353. Blocks differ much more, which cancels."""
-    losses = {(kind, L): 90 for kind, depths in depth.DEPTHS.items() for L in depths}
+    losses = dict.fromkeys(depth.ALLOCATIONS, 90)
     noise = np.array([-3, -1, 1, 3])
     losses |= {(True, 4): 1, (False, 4): 1, (leading, 8): 1}
     losses[leading, 4] = 1 + noise + t * (5 / 3) ** 0.5
@@ -256,12 +256,12 @@ def test_the_registered_study_decides_at_95_percent_of_paired_draws(leading, t, 
 
 def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, capsys):
     """Finished runs are kept, each once, until the others of their block are there."""
-    monkeypatch.setattr(depth, 'TABLE', tmp_path / 'depth.csv')
+    table = tmp_path / 'depth.csv'
     monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out'), 'some CPU'])
     common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(tmp_path / f'out/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common)
-        depth.main()
+        depth.study(table, depth.ALLOCATIONS, 'loss')
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
     assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
-    assert len(pandas.read_csv(depth.TABLE)) == 8
+    assert len(pandas.read_csv(table)) == 8

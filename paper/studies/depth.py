@@ -18,6 +18,7 @@ a folder, with the name of the processor, to paper/results/depth.csv, and prints
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -32,8 +33,7 @@ DEPTHS = {True: [1, 2, 4, 8], False: [2, 4, 8, 16]}
 ALLOCATIONS = [(recurrent, L) for recurrent in DEPTHS for L in DEPTHS[recurrent]]
 SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
-COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step', 'val_loss']
-COLUMNS += ['seconds', 'processor', 'commit']
+COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step']
 RUN = ['seed', 'recurrent', 'n_layer', 'seconds']  # identify a run, whatever the processor
 
 PLAN = Plan(
@@ -58,53 +58,58 @@ PLAN = Plan(
 
 
 def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
-    """Return what the rule says. blocks: the loss of each allocation, one row per seed, with the
-    columns (recurrent, L).
+    """Return what the rule says. blocks: what is judged, lower is better, of each allocation, one
+    row per seed, with the columns (recurrent, L).
 
-    Each draw adds to the mean losses an error from a multivariate t distribution with the
-    covariance of the mean over blocks. What a block adds to all of its losses cancels, because only
-    their order counts: so differences are paired within blocks."""
+    Each draw adds to the means an error from a multivariate t distribution with the covariance of
+    the mean over blocks. What a block adds to all of its values cancels, because only their order
+    counts: so differences are paired within blocks."""
     n = len(blocks)
     errors = (blocks - blocks.mean()).to_numpy() / np.sqrt(n * (n - 1))
     generator = np.random.default_rng(1)
     scale = np.sqrt(generator.chisquare(n - 1, (draws, 1)) / (n - 1))
-    losses = blocks.mean().to_numpy() + generator.standard_normal((draws, n)) @ errors / scale
-    best = {}
-    for recurrent, depths in DEPTHS.items():
-        columns = [blocks.columns.get_loc((recurrent, L)) for L in depths]
-        best[recurrent] = np.array(depths)[losses[:, columns].argmin(1)]
-    smaller, larger = np.mean(best[True] < best[False]), np.mean(best[True] > best[False])
+    means = blocks.mean().to_numpy() + generator.standard_normal((draws, n)) @ errors / scale
+    kinds, depths = (blocks.columns.get_level_values(k).to_numpy() for k in (0, 1))
+    best, best_without = (depths[kinds == k][means[:, kinds == k].argmin(1)] for k in (True, False))
+    smaller, larger = np.mean(best < best_without), np.mean(best > best_without)
     word = 'confirmed' if smaller >= 0.95 else 'refuted' if larger >= 0.95 else 'undecided'
     return f'{word}: smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}'
 
 
-def add(folder: str, processor: str) -> None:
-    """Add the finished runs of a folder to the table, except those that it already has."""
+def add(folder: str, processor: str, path: Path, value: str) -> None:
+    """Add the finished runs of a folder to a table, except those that it already has."""
     table = runs([folder]).query('finished').assign(processor=processor)
-    table = table.rename(columns={'last_val_loss': 'val_loss'})
     table = table.assign(seconds=table['seconds'].round(1)).set_index(RUN)
-    is_new = not TABLE.exists()
+    is_new = not path.exists()
     if not is_new:
-        table = table[~table.index.isin(pandas.read_csv(TABLE, index_col=RUN).index)]
-    table.reset_index().to_csv(TABLE, mode='a', columns=COLUMNS, header=is_new, index=False)
+        table = table[~table.index.isin(pandas.read_csv(path, index_col=RUN).index)]
+    columns = [*COLUMNS, value, 'seconds', 'processor', 'commit']
+    table.reset_index().to_csv(path, mode='a', columns=columns, header=is_new, index=False)
 
 
-def main() -> None:
-    """Print the losses by block, and the verdict if there are all blocks."""
+def report(path: Path, allocations: list[tuple], value: str) -> None:
+    """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
+    if these are all."""
+    if not path.exists():
+        raise Mistake(f'{path}: no run has finished yet')
+    blocks = pandas.read_csv(path).pivot(
+        index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values=value
+    )
+    blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(allocations))
+    blocks = blocks.dropna().groupby('seed').head(1)  # one per seed
+    print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
+    judged = -blocks if value == 'return' else blocks
+    print(verdict(judged) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
+
+
+def study(path: Path, allocations: list[tuple], value: str) -> None:
+    """Add the runs of the folder in the command line, if there is one, to a table, and report."""
     if len(sys.argv) not in (1, 3):
         raise Mistake('expected no argument, or a folder of runs and the name of the processor')
     if sys.argv[1:]:
-        add(*sys.argv[1:])
-    if not TABLE.exists():
-        raise Mistake(f'{TABLE}: no run has finished yet')
-    blocks = pandas.read_csv(TABLE).pivot(
-        index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='val_loss'
-    )
-    blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(ALLOCATIONS))
-    blocks = blocks.dropna().groupby('seed').head(1)  # whole blocks, one per seed
-    print(blocks.to_string())
-    print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of 4 blocks')
+        add(*sys.argv[1:], path, value)
+    report(path, allocations, value)
 
 
 if __name__ == '__main__':
-    run_script(main)
+    run_script(lambda: study(TABLE, ALLOCATIONS, 'loss'))
