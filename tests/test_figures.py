@@ -14,7 +14,7 @@ from small_runs import assert_refused
 
 from paper import figures
 from paper.figures import runs
-from paper.studies import depth, recompute
+from paper.studies import depth, depth_agents, initial_scale, recompute
 
 SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 
@@ -261,7 +261,29 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(tmp_path / f'out/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common)
-        depth.study(table, depth.ALLOCATIONS, 'loss')
+        depth.main(table, depth.ALLOCATIONS)
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
     assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
     assert len(pandas.read_csv(table)) == 8
+
+
+def test_the_registered_studies_of_agents_judge_returns(tmp_path, monkeypatch, capsys):
+    """The best L is 1 with recurrence and 4 without; the former initial scale costs a return of 1.
+    A seed that was not registered does not count."""
+    rows = [
+        {'seed': seed, 'recurrent': recurrent, 'n_layer': L, 'processor': 'some CPU'}
+        | {'return': seed + (-L if recurrent else L)}
+        for seed in (10, *depth.SEEDS)
+        for recurrent, L in depth_agents.ALLOCATIONS
+    ]
+    table = pandas.DataFrame(rows).sample(frac=1, random_state=1)
+    for module, change in ((depth_agents, 0), (initial_scale, -1)):
+        monkeypatch.setattr(module, 'TABLE', tmp_path / f'{module.__name__}.csv')
+        part = table[table['recurrent'] | (change == 0)].copy()
+        part['return'] += change + change * part['seed'] / 1000
+        part.to_csv(module.TABLE, index=False)
+    depth.report(depth_agents.TABLE, depth_agents.ALLOCATIONS)
+    initial_scale.report()
+    printed = capsys.readouterr().out
+    assert 'confirmed: smaller with recurrence in 100.0%' in printed
+    assert '-1.0125 ± 0.0006' in printed and printed.endswith('it matters\n')

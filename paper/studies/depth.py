@@ -11,10 +11,11 @@ with t-distributed errors, refuted if the best depth is larger in at least 95%, 
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python -m paper.sweep depth --run --workers=2 --only="seed == 11" -- --threads=1
-    python -m paper.studies.depth out/depth 'AMD EPYC, Zen 3'
+    python -m paper.studies.depth out/depth 'AMD EPYC, Zen 4'
 
-The second line runs a block: 1.5 hours on two cores of a Zen 3. The third adds the finished runs of
-a folder, with the name of the processor, to paper/results/depth.csv, and prints the whole blocks.
+The second line runs a block: an hour on two cores of a Zen 4, 1.7 on a Zen 3. The third adds the
+finished runs of a folder, with the name of the processor, to paper/results/depth.csv, and prints
+the whole blocks.
 """
 
 import sys
@@ -25,16 +26,14 @@ import pandas
 from configurator import Mistake, run_script
 from pandas import DataFrame
 
-from paper.figures import PUBLISHED, runs
+from paper.figures import PUBLISHED, runs, score, value_of
 from paper.plans import Plan, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 
-DEPTHS = {True: [1, 2, 4, 8], False: [2, 4, 8, 16]}
-ALLOCATIONS = [(recurrent, L) for recurrent in DEPTHS for L in DEPTHS[recurrent]]
+ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
 SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
-COLUMNS = ['seed', 'recurrent', 'n_layer', 'n_expert', 'learning_rate', 'step']
-RUN = ['seed', 'recurrent', 'n_layer', 'seconds']  # identify a run, whatever the processor
+RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # a table has the first that was added
 
 PLAN = Plan(
     'Study: depth of language models, registered',
@@ -58,58 +57,69 @@ PLAN = Plan(
 
 
 def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
-    """Return what the rule says. blocks: what is judged, lower is better, of each allocation, one
-    row per seed, with the columns (recurrent, L).
+    """Return what the rule says. blocks: a row per seed and a column (recurrent, L) per allocation;
+    lower values are better.
 
     Each draw adds to the means an error from a multivariate t distribution with the covariance of
-    the mean over blocks. What a block adds to all of its values cancels, because only their order
-    counts: so differences are paired within blocks."""
+    the mean over blocks. An offset that all runs of a block share cancels, because only the order
+    of the means counts."""
     n = len(blocks)
     errors = (blocks - blocks.mean()).to_numpy() / np.sqrt(n * (n - 1))
     generator = np.random.default_rng(1)
     scale = np.sqrt(generator.chisquare(n - 1, (draws, 1)) / (n - 1))
     means = blocks.mean().to_numpy() + generator.standard_normal((draws, n)) @ errors / scale
-    kinds, depths = (blocks.columns.get_level_values(k).to_numpy() for k in (0, 1))
-    best, best_without = (depths[kinds == k][means[:, kinds == k].argmin(1)] for k in (True, False))
-    smaller, larger = np.mean(best < best_without), np.mean(best > best_without)
+    best = {}
+    for recurrent in (True, False):
+        columns = blocks.columns.get_level_values(0) == recurrent
+        depths = blocks[recurrent].columns.to_numpy()
+        best[recurrent] = depths[means[:, columns].argmin(1)]
+    smaller, larger = np.mean(best[True] < best[False]), np.mean(best[True] > best[False])
     word = 'confirmed' if smaller >= 0.95 else 'refuted' if larger >= 0.95 else 'undecided'
     return f'{word}: smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}'
 
 
-def add(folder: str, processor: str, path: Path, value: str) -> None:
+def add(path: Path, folder: str, processor: str) -> None:
     """Add the finished runs of a folder to a table, except those that it already has."""
     table = runs([folder]).query('finished').assign(processor=processor)
-    table = table.assign(seconds=table['seconds'].round(1)).set_index(RUN)
-    is_new = not path.exists()
-    if not is_new:
-        table = table[~table.index.isin(pandas.read_csv(path, index_col=RUN).index)]
-    columns = [*COLUMNS, value, 'seconds', 'processor', 'commit']
-    table.reset_index().to_csv(path, mode='a', columns=columns, header=is_new, index=False)
+    if table.empty:
+        raise Mistake(f'{folder}: no run has finished yet')
+    if not (is_new := not path.exists()):
+        old = pandas.read_csv(path).set_index(RUN).index
+        table = table[~table.set_index(RUN).index.isin(old)]
+    columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
+    table.round({'seconds': 1}).to_csv(path, mode='a', columns=columns, header=is_new, index=False)
 
 
-def report(path: Path, allocations: list[tuple], value: str) -> None:
-    """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
-    if these are all."""
+def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
+    """Return the losses, or minus the returns, in a table of runs: a row for each (seed, processor)
+    that has all allocations, one per seed, and a column for each allocation (recurrent, L)."""
     if not path.exists():
         raise Mistake(f'{path}: no run has finished yet')
-    blocks = pandas.read_csv(path).pivot(
-        index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values=value
+    table = pandas.read_csv(path).query('seed in @SEEDS')
+    blocks = table.assign(score=score(table)).pivot(
+        index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='score'
     )
     blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(allocations))
-    blocks = blocks.dropna().groupby('seed').head(1)  # one per seed
+    return blocks.dropna().groupby('seed').head(1)
+
+
+def report(path: Path, allocations: list[tuple[bool, int]]) -> None:
+    """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
+    once every seed has a block."""
+    blocks = whole_blocks(path, allocations)
+    print(f'\n{path.stem}: losses, or minus returns, by (recurrent, L)')
     print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
-    judged = -blocks if value == 'return' else blocks
-    print(verdict(judged) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
+    print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
 
 
-def study(path: Path, allocations: list[tuple], value: str) -> None:
-    """Add the runs of the folder in the command line, if there is one, to a table, and report."""
+def main(path: Path, allocations: list[tuple[bool, int]]) -> None:
+    """Add the runs of the folder in the command line, if there is one, to a table; report it."""
     if len(sys.argv) not in (1, 3):
         raise Mistake('expected no argument, or a folder of runs and the name of the processor')
     if sys.argv[1:]:
-        add(*sys.argv[1:], path, value)
-    report(path, allocations, value)
+        add(path, *sys.argv[1:])
+    report(path, allocations)
 
 
 if __name__ == '__main__':
-    run_script(lambda: study(TABLE, ALLOCATIONS, 'loss'))
+    run_script(lambda: main(TABLE, ALLOCATIONS))
