@@ -261,7 +261,7 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(tmp_path / f'out/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common)
-        depth.main(table, depth.ALLOCATIONS)
+        depth.main(table, lambda: depth.report(table))
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
     assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
     assert len(pandas.read_csv(table)) == 8
@@ -282,8 +282,9 @@ def test_the_registered_studies_of_agents_judge_returns(tmp_path, monkeypatch, c
         part = table[table['recurrent'] | (change == 0)].copy()
         part['return'] += change + change * part['seed'] / 1000
         part.to_csv(module.TABLE, index=False)
-    depth.report(depth_agents.TABLE, depth_agents.ALLOCATIONS)
+    depth_agents.report()
     initial_scale.report()
     printed = capsys.readouterr().out
     assert 'confirmed: smaller with recurrence in 100.0%' in printed
-    assert '-1.0125 ± 0.0006' in printed and printed.endswith('it matters\n')
+    assert '-4.6667 ± 0.0000' in printed  # recurrence minus none
+    assert '-1.0125 ± 0.0006' in printed and printed.endswith('significant\n')

@@ -19,6 +19,7 @@ the whole blocks.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
     return blocks.dropna().groupby('seed').head(1)
 
 
-def report(path: Path, allocations: list[tuple[bool, int]]) -> None:
+def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS) -> None:
     """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
     once every seed has a block."""
     blocks = whole_blocks(path, allocations)
@@ -112,14 +113,14 @@ def report(path: Path, allocations: list[tuple[bool, int]]) -> None:
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
 
 
-def main(path: Path, allocations: list[tuple[bool, int]]) -> None:
-    """Add the runs of the folder in the command line, if there is one, to a table; report it."""
+def main(path: Path, report: Callable[[], None]) -> None:
+    """Add the runs of the folder in the command line, if there is one, to a table; then report."""
     if len(sys.argv) not in (1, 3):
         raise Mistake('expected no argument, or a folder of runs and the name of the processor')
     if sys.argv[1:]:
         add(path, *sys.argv[1:])
-    report(path, allocations)
+    report()
 
 
 if __name__ == '__main__':
-    run_script(lambda: main(TABLE, ALLOCATIONS))
+    run_script(lambda: main(TABLE, report))
