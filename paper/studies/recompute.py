@@ -168,7 +168,7 @@ def agents() -> None:
 def main() -> None:
     language_models()
     agents()
-    for name in ('demo', 'probes', 'ppo', 'speed'):
+    for name in ('probes', 'ppo', 'speed'):
         print(f'\n{name}\n{read(name).to_string()}')
 
 
