@@ -13,9 +13,8 @@ with t-distributed errors, refuted if the best depth is larger in at least 95%, 
     python -m paper.sweep depth --run --workers=2 --only="seed == 11" -- --threads=1
     python -m paper.studies.depth out/depth 'AMD EPYC, Zen 4'
 
-The second line runs a block: an hour on two cores of a Zen 4, 1.7 on a Zen 3. The third adds the
-finished runs of a folder, with the name of the processor, to paper/results/depth.csv, and prints
-the whole blocks.
+The second line runs a block: 70 minutes on two cores of a Zen 4. The third adds the finished runs
+of a folder, with the name of the processor, to paper/results/depth.csv, and prints the whole blocks.
 """
 
 import sys
