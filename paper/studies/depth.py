@@ -14,7 +14,7 @@ with t-distributed errors, refuted if the best depth is larger in at least 95%, 
     python -m paper.studies.depth out/depth 'AMD EPYC, Zen 4'
 
 The second line runs a block: 70 minutes on two cores of a Zen 4. The third adds the finished runs
-of a folder, with the name of the processor, to paper/results/depth.csv, and prints the whole blocks.
+of a folder, with the name of the processor, to paper/results/depth.csv and prints whole blocks.
 """
 
 import sys
