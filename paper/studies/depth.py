@@ -33,7 +33,7 @@ from paper.studies.study_lm import BYTES, CONFIGS, RATES
 ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
 SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
-RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # a table has the first that was added
+RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # a table has each once: the first added
 
 PLAN = Plan(
     'Study: depth of language models, registered',
@@ -112,13 +112,13 @@ def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
 
 
-def main(path: Path, report: Callable[[], None]) -> None:
-    """Add the runs of the folder in the command line, if there is one, to a table; then report."""
+def main(path: Path, show: Callable[[], None]) -> None:
+    """Add the runs of the folder in the command line, if there is one, to a table; then show it."""
     if len(sys.argv) not in (1, 3):
         raise Mistake('expected no argument, or a folder of runs and the name of the processor')
     if sys.argv[1:]:
         add(path, *sys.argv[1:])
-    report()
+    show()
 
 
 if __name__ == '__main__':

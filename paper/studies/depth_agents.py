@@ -45,7 +45,8 @@ def print_change(a: DataFrame, b: DataFrame) -> None:
     significant once every seed has a block. a, b: a row per block, a column per L."""
     change = (a.mean(axis=1) - b.mean(axis=1)).dropna()
     errors = change.mean() / change.sem()
-    print(f'{change.to_string()}\n{change.mean():.4f} ± {change.sem():.4f}, {errors:.2f} errors')
+    print(change.to_string())
+    print(f'{change.mean():.4f} ± {change.sem():.4f}, {errors:.2f} standard errors')
     if len(change) == len(SEEDS):
         print('significant' if abs(errors) > 3.18 else 'undecided')  # Student, 3 degrees of freedom
 
