@@ -33,7 +33,7 @@ test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP --timeout=7200
 
 gpu:
-	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q -m gpu tests/test_gpu.py tests/test_decode.py
 	$(PYTHON) bench.py
 
 check-edit: .venv/installed
