@@ -29,6 +29,7 @@ from paper.figures import (
     save_figure,
     summarize,
 )
+from paper.studies import depth
 
 RESULTS = PUBLISHED.parent
 WIDTHS = {f'to_{2 * n}': n for n in (16, 32, 64, 128, 256, 512, 1024, 2048)}  # positions
@@ -166,6 +167,7 @@ def agents() -> None:
 
 
 def main() -> None:
+    depth.report()
     language_models()
     agents()
     for name in ('probes', 'ppo', 'speed'):
