@@ -267,6 +267,10 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
     assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
     assert len(pandas.read_csv(table)) == 8
+    # Another block of a seed does not replace the first.
+    depth.add(table, str(tmp_path / 'out'), 'another CPU')
+    assert len(pandas.read_csv(table)) == 16
+    assert [*depth.whole_blocks(table, depth.ALLOCATIONS).index] == [(11, 'some CPU')]
 
 
 def test_the_registered_studies_of_agents_judge_returns(tmp_path, monkeypatch, capsys):

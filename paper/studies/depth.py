@@ -92,14 +92,16 @@ def add(path: Path, folder: str, processor: str) -> None:
 
 def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
     """Return the losses, or minus the returns, in a table of runs: a row for each (seed, processor)
-    that has all allocations, one per seed, and a column for each allocation (recurrent, L)."""
+    that has all allocations, of each seed the first in the table, and a column for each allocation
+    (recurrent, L)."""
     if not path.exists():
         raise Mistake(f'{path}: no run has finished yet')
     table = pandas.read_csv(path).query('seed in @SEEDS')
     blocks = table.assign(score=score(table)).pivot(
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='score'
     )
-    blocks = blocks.reindex(columns=pandas.MultiIndex.from_tuples(allocations))
+    in_order = table.set_index(['seed', 'processor']).index.unique()
+    blocks = blocks.reindex(in_order, columns=pandas.MultiIndex.from_tuples(allocations))
     return blocks.dropna().groupby('seed').head(1)
 
 
@@ -107,7 +109,7 @@ def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS
     """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
     once every seed has a block."""
     blocks = whole_blocks(path, allocations)
-    print(f'\n{path.stem}: losses, or minus returns, by (recurrent, L)')
+    print(f'\n{path.stem}: what is judged (lower is better) by (recurrent, L)')
     print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
 
