@@ -429,6 +429,10 @@ def main() -> int:
     """Measure all cells. Return the exit status, 1 if one failed for another reason than memory."""
     config = configure(globals(), quiet=True)
     path = pathlib.Path(out or f'out/bench_{time.strftime("%Y%m%d_%H%M%S")}.json')
+    if path.suffix == '.md':
+        raise Mistake(
+            f'out = {out!r}: names a file of JSON; the table is written beside it, as .md'
+        )
     for file in (path, path.with_suffix('.md')):
         if file.exists():
             raise Mistake(f'out = {out!r}: {file} exists: choose another name')

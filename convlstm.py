@@ -451,14 +451,14 @@ def set_precision(model: Agent) -> None:
         torch.backends.cudnn.allow_tf32 = False
 
 
-def load_agent(folder: str, which: str = 'best', device: str = 'cpu', dtype: str = '') -> Agent:
+def load_agent(folder: str, which: str = 'best', device: str = 'cpu') -> Agent:
     """Return the agent of a run of train_sokoban.py, or of an export. Its `about` has the entries
     of an export's config.json, such as 'settings', those of the run.
 
-    which: of a run the 'best' agent, if it has one, or the 'last'. dtype: of the convolutions; ''
-    for that of the run. Raises Mistake if the folder holds no agent, or a file is damaged."""
+    which: of a run the 'best' agent, if it has one, or the 'last'. Raises Mistake if the folder
+    holds no agent, or a file is damaged."""
     agent = Agent.load_trained(folder, which, device)
-    dtype = dtype or agent.about.get('settings', {}).get('dtype', 'auto')
+    dtype = agent.about.get('settings', {}).get('dtype', 'auto')
     agent.config.dtype = str(common.pick_dtype(dtype, device)).removeprefix('torch.')
     set_precision(agent)
     return agent

@@ -42,8 +42,6 @@ def write_atomic(path: Path, write: Callable, keep: str | None = None) -> None:
 
 def sync_folder(folder: pathlib.Path) -> None:
     """Sync a folder, so that a renaming in it survives a power cut, where the system can."""
-    if os.name == 'nt':  # Windows cannot open a folder
-        return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -50,7 +50,8 @@ from files import (
 
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
-LOCK = '.run'  # locked while a run uses the folder; a folder without this file holds no run
+MARK = '.run'  # names the process that uses the folder; a folder without this file holds no run
+LOCK = '.lock'  # held by that process; the contents are those of filelock
 # What a run writes into its folder, and `overwrite` removes.
 RUN_FILES = (
     *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
@@ -206,7 +207,7 @@ class RunFolder:
         if resume and not has_run:
             advice = f'; {replace}' if written else ''
             raise Mistake(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
-        if written and not resume and not (self.path / LOCK).exists():
+        if written and not resume and not (self.path / MARK).exists():
             advice = 'choose another out_dir, or move it away'
             raise Mistake(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
         if self.config['resume'] is False and not self.config['overwrite']:
@@ -218,14 +219,14 @@ class RunFolder:
 
     def lock(self) -> None:
         """Lock the folder until this process ends. Raises Mistake if another process has it."""
-        path = self.path / LOCK
+        mark = self.path / MARK
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.file_lock = filelock.FileLock(path)
+            self.file_lock = filelock.FileLock(self.path / LOCK)
             self.file_lock.acquire(blocking=False)
-            path.write_text(f'process {os.getpid()} on {platform.node()}\n')
+            mark.write_text(f'process {os.getpid()} on {platform.node()}\n')
         except filelock.Timeout:
-            holder = path.read_text(errors='replace')[:200].strip()
+            holder = mark.read_text(errors='replace')[:200].strip()
             advice = 'wait for its end, stop it, or choose another out_dir'
             raise Mistake(f'{self.path}: another run is using it ({holder}): {advice}') from None
         except OSError as error:

@@ -93,7 +93,6 @@ class SokobanEnv:
         move(action)    plays actions (N,) int64, 0..3, resets nothing, and returns the rewards
                         fp32, whether the episode is done and whether it is solved, bool, (N,) each
         reset(mask)     starts the next episode on the boards where mask (N,) bool is true
-        step(action)    is move(action), then reset(done)
         restart(seed)   starts all boards again, with the random levels of a seed; with a mask (N,)
                         bool, only those where it is true
         state_dict(), load_state_dict(state)    all that a resumed run needs, tensors (N, ...)
@@ -158,17 +157,9 @@ class SokobanEnv:
         self.total.masked_fill_(mask, 0)
         self.episode.add_(mask)
 
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Play actions (N,) int64, 0..3; return reward fp32, done bool and solved bool, (N,) each.
-
-        A board that is done is reset at once: its next observation is that of a new episode.
-        """
-        reward, done, solved = self.move(action)
-        self.reset(done)
-        return reward, done, solved
-
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Play actions like `step`, but reset no board."""
+        """Play actions (N,) int64, 0..3; return reward fp32, done bool and solved bool, (N,) each.
+        No board is reset."""
         # the agent's cell and two in front of it; beyond a wall, any cell
         cells = (self.agent[:, None] + self.ahead[action]).clamp(0, CELLS - 1)  # (N, 3)
         near, far = self.grid.gather(1, cells[:, 1:]).unbind(1)  # (N,) each

@@ -419,7 +419,7 @@ def main() -> None:
     parser.add_argument('--levels', help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
     frame = runs(args.folders)
-    frame = matching(frame, args.only) if args.only else frame
+    frame = frame if args.only is None else matching(frame, args.only)
     done = frame[frame['finished']]
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:

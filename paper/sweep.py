@@ -47,6 +47,7 @@ from paper.plans import (
     full_settings,
     names_of_plans,
     runs_of,
+    script_of,
     updates,
     vary,
 )
@@ -116,7 +117,7 @@ def select(args: argparse.Namespace) -> list[Run]:
     runs = runs_of(args.plan)
     if not runs:
         raise Mistake(f'{args.plan} needs no runs: {find_plan(args.plan).draw}')
-    if args.only:
+    if args.only is not None:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
         script, name = str(args.script.absolute()), args.script.stem
@@ -156,13 +157,15 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
     seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
     run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
-    settings = full_settings(run)
+    settings, defaults = full_settings(run), script_of(run.script).defaults
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
     for name, value in settings.items():
-        value = list(value) if isinstance(value, tuple) else value  # as in JSON
-        is_compared = name in saved and name not in NEUTRAL + OF_A_CALL and value != 'auto'
-        if is_compared and saved[name] != value:
-            return f'has {name} = {saved[name]!r}, not {value!r}', 0.0, 0.0
+        old = saved.get(name, defaults[name])  # the script may be newer than the run
+        old = tuple(old) if isinstance(old, list) else old  # from JSON
+        is_adopted = settings.get('init_from') and value == defaults[name]  # if it is a size
+        is_compared = name not in NEUTRAL + OF_A_CALL and value != 'auto' and not is_adopted
+        if saved and is_compared and old != value:
+            return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
     if saved.get('finished'):

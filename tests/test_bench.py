@@ -147,6 +147,7 @@ def test_another_report_is_not_overwritten(tmp_path, name):
 
 
 REFUSED = [
+    ('--out=speed.md', "out = 'speed.md': names a file of JSON"),
     ('--modes=slow', 'expected some of plain, eager, compiled'),
     ('--tokens_per_update=30', 'must be a multiple of 4 x C = 16'),
     ('--n_embd=7', 'n_embd'),

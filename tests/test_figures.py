@@ -257,15 +257,20 @@ def test_the_registered_study_decides_at_95_percent_of_paired_draws(leading, t, 
 
 
 def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, capsys):
-    """Finished runs are kept, each once, until the others of their block are there."""
+    """Finished runs of the plan are kept, each once, until the others of their block are there."""
     table = tmp_path / 'depth.csv'
     monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out'), 'some CPU'])
+    write_lm(tmp_path / 'out/former-depth/1', 1.5, recurrent=True, n_layer=1, seed=11)
     common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
     for recurrent, L in depth.ALLOCATIONS:
-        write_lm(tmp_path / f'out/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common)
+        write_lm(
+            tmp_path / f'out/depth/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common
+        )
         depth.main(table, lambda: depth.report(table))
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
     assert counts == 7 * ['0 of 4 blocks'] + ['1 of 4 blocks']
+    depth.main(table, lambda: depth.report(table))
+    assert '1 of 4 blocks' in capsys.readouterr().out
     assert len(pandas.read_csv(table)) == 8
     # Another block of a seed does not replace the first.
     depth.add(table, str(tmp_path / 'out'), 'another CPU')

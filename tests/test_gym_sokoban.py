@@ -115,9 +115,11 @@ def test_parity_with_jumanji():
         solving = table[level.numpy(), ours.steps.numpy()]
         action = np.where(rng.random(N) < skill, solving, rng.integers(0, 4, N))
         action = torch.from_numpy(action)
-        reward, done, solved = ours.step(action)
-        for a, b in zip((reward, done, solved), original.step(action), strict=True):
+        reward, done, solved = ours.move(action)
+        for a, b in zip((reward, done, solved), original.move(action), strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
+        ours.reset(done)
+        original.reset(done)
         state = original.state_dict()
         assert all(torch.equal(x, state[name]) for name, x in ours.state_dict().items())
         kinds = solved, done & ~solved, reward < -0.5  # solved, out of time, pushed off a target

@@ -1,8 +1,12 @@
 """Test run.py: what a resumed run keeps, folders in use, saves that fail, trackers, signals."""
 
+import errno
+import fcntl
 import json
 import os
+import platform
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -112,7 +116,7 @@ def test_a_resumed_run_keeps_the_log_up_to_its_checkpoint(tmp_path):
     (tmp_path / '.last.pt.0f0f0f0f.tmp').write_text('half')
     train(tmp_path, steps=4, resume=True)
     assert [r['step'] for r in log_of(tmp_path)] == [0, 1, 2, 3, 4]
-    assert names_in(tmp_path) == ['.run', 'config.json', LAST, 'log.jsonl']
+    assert names_in(tmp_path) == ['.lock', '.run', 'config.json', LAST, 'log.jsonl']
 
 
 def test_the_log_is_standard_json(tmp_path):
@@ -133,7 +137,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_pat
     assert contents_of(tmp_path) == before  # until the run really starts
     (tmp_path / 'notes.txt').write_text('mine')
     folder.start()
-    assert names_in(tmp_path) == ['.run', 'config.json', 'log.jsonl', 'notes.txt']
+    assert names_in(tmp_path) == ['.lock', '.run', 'config.json', 'log.jsonl', 'notes.txt']
     assert log_of(tmp_path) == []
 
 
@@ -158,6 +162,20 @@ def test_a_folder_holds_one_run_at_a_time(tmp_path):
     assert_refused(message, open_folder, tmp_path)
     folder.finish(False)
     open_folder(tmp_path)
+
+
+@pytest.mark.filterwarnings('ignore:flock not supported')
+def test_a_killed_run_can_be_replaced_where_files_cannot_be_locked(tmp_path, monkeypatch):
+    """Then the file of the lock is the lock: it names the process that is gone."""
+    monkeypatch.setattr(fcntl, 'flock', Mock(side_effect=OSError(errno.ENOSYS, 'no flock')))
+    folder = open_folder(tmp_path)
+    folder.save(step=1)
+    assert_refused('another run is using it', open_folder, tmp_path, resume=True)
+    folder.finish(False)
+    gone = subprocess.Popen(['true'])
+    gone.wait()
+    (tmp_path / '.lock').write_text(f'{gone.pid}\n{platform.node()}\n')
+    open_folder(tmp_path, overwrite=True)
 
 
 # ---- checkpoints
@@ -194,7 +212,7 @@ def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, fail
     folder.save(step=4)
     assert load_checkpoint(tmp_path / LAST)['step'] == 4
     assert load_checkpoint(tmp_path / PREV)['step'] == step_left
-    assert names_in(tmp_path) == ['.run', LAST, PREV]
+    assert names_in(tmp_path) == ['.lock', '.run', LAST, PREV]
 
 
 def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsys):
@@ -324,7 +342,7 @@ def test_a_run_writes_its_log_config_picture_checkpoints_and_best_model(data, tm
     assert run_lm(data, tmp_path, plot=True) == 0
     best = {f'best/{name}' for name in ('model.safetensors', 'config.json', 'README.md')}
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob('*') if p.is_file()}
-    assert files == {'config.json', 'log.jsonl', 'loss.png', LAST, PREV, '.run', *best}
+    assert files == {'config.json', 'log.jsonl', 'loss.png', LAST, PREV, '.lock', '.run', *best}
     config = settings_of(tmp_path)
     assert (config['device'], config['dtype'], config['threads']) == ('cpu', 'float32', 1)
     assert config['rows'] == 8 and config['finished']

@@ -35,7 +35,8 @@ def test_episodes_end_when_solved_or_at_the_time_limit(limit):
     following = [boards[i] for i in (1, 0, 1, 0)]
     for action, steps in ((RIGHT, 1), (LEFT, 1), (UP, limit), (LEFT, 1)):
         for t in range(steps):
-            reward, done, solved = env.step(torch.tensor([action]))
+            reward, done, solved = env.move(torch.tensor([action]))
+            env.reset(done)
             assert done.item() == (t == steps - 1) and env.steps.item() == (t + 1) % steps
         assert solved.item() == (steps == 1)
         assert reward.item() == pytest.approx(10.9 if steps == 1 else -0.1)

@@ -19,7 +19,7 @@ from small_runs import AGENT, LM, assert_refused
 
 from paper import figures, plans, sweep
 from paper.plans import Plan, grid
-from run import is_finished, log_of
+from run import is_finished, log_of, settings_of
 
 FAKE = '''
 """A trainer with settings and files of train_lm.py that learns nothing."""
@@ -28,6 +28,7 @@ from configurator import configure
 
 out_dir = 'out/lm'
 data_dir = 'data'
+init_from = ''
 resume = False
 arch = 'experts'
 recurrent = True
@@ -48,6 +49,8 @@ RANGES = {'resume': [False, True, 'auto']}
 config = configure(globals(), quiet=True)
 if fails:
     raise SystemExit(f'error: {fails}')
+if init_from:
+    config['n_embd'] = 64
 print(prints, os.environ.get(prints))
 os.makedirs(out_dir, exist_ok=True)
 path, stopped = f'{out_dir}/log.jsonl', []
@@ -156,6 +159,7 @@ def test_a_slurm_job_has_the_unfinished_runs_and_quotes_folders(main, fake):
         ('nonsense', "'nonsense' is no plan.*lm-small.*study-lm"),
         ('latency --run', 'latency needs no runs: python bench.py'),
         ('lm-small --only=n_layer==3', "--only='n_layer==3': .*no run fulfills it"),
+        ('lm-small --only=', "--only='': .*"),
         ('lm-small --vary=weight_decay', 'expected --vary=NAME=VALUE,VALUE'),
         ('lm-small --run -- --nonsense=1', "unknown setting 'nonsense'"),
         ('lm-small --run -- --out_dir=x', "'--out_dir=x': .*--out names"),
@@ -210,6 +214,17 @@ def test_a_folder_of_another_run_is_not_taken_for_a_result(main, fake):
     assert_refused(f'{folder} has max_iters = 4, not 6', main, 'fake', '--run')
     assert 'has max_iters = 4, not 6' in main('fake')[1]
     assert len(log_of(folder)) == 5
+    saved = settings_of(folder)
+    del saved['seed']  # as if the trainer had got this setting after the run, with a default of 1
+    (folder / 'config.json').write_text(json.dumps(saved))
+    fake(n_layer=[1], max_iters=4, seed=2)
+    assert_refused(f'{folder} has seed = 1, not 2', main, 'fake', '--run')
+
+
+def test_a_run_that_took_sizes_from_trained_weights_is_done(main, fake):
+    fake(n_layer=[1], init_from='pretrained')
+    main('fake', '--run')
+    assert main('fake', '--run')[1].startswith('1 of 1 runs are done')
 
 
 TORCHRUN = 'E1125 21:09:39 12522 torch/distributed/elastic/api.py:1002] failed\nTraceback (most\n'
@@ -263,7 +278,7 @@ def test_the_expected_time_follows_from_seconds_per_flop(fake):
     for run, seconds in zip(runs[:2], (1001, 1000), strict=True):
         folder = 'out' / run.folder
         folder.mkdir(parents=True)
-        (folder / 'config.json').write_text(json.dumps({'finished': run == runs[0]}))
+        (folder / 'config.json').write_text(json.dumps({**run.axes, 'finished': run == runs[0]}))
         (folder / 'log.jsonl').write_text(json.dumps({'step': 8, 'seconds': seconds}))
     assert sweep.forecast(runs, Path('out'), 2) == '1 of 3 runs are done, eta 0:41:41'
 

@@ -111,7 +111,8 @@ def test_gradients_are_those_of_the_loss():
 
     start, obs = [replica.steps == 0], [replica.observe()]
     for t in range(5):
-        reward, done, _ = replica.step(batch['action'][t])
+        reward, done, _ = replica.move(batch['action'][t])
+        replica.reset(done)
         assert torch.equal(batch['reward'][t], reward) and torch.equal(batch['done'][t], done)
         start.append(done)
         obs.append(replica.observe())

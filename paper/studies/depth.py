@@ -79,14 +79,15 @@ def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
 
 
 def add(path: Path, folder: str, processor: str) -> None:
-    """Add the finished runs of a folder to a table, except those that it already has."""
-    table = runs([folder]).query('finished').assign(processor=processor)
+    """Add the finished runs of a plan to its table, except those that it already has."""
+    plan = path.stem.replace('_', '-')
+    table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
     if table.empty:
-        raise Mistake(f'{folder}: no run has finished yet')
+        raise Mistake(f'{folder}: no run of the plan {plan} has finished yet')
+    columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
     if not (is_new := not path.exists()):
         old = pandas.read_csv(path).set_index(RUN).index
         table = table[~table.set_index(RUN).index.isin(old)]
-    columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
     table.round({'seconds': 1}).to_csv(path, mode='a', columns=columns, header=is_new, index=False)
 
 
