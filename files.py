@@ -61,8 +61,9 @@ def remove_temporary(folder: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a text file in UTF-8, completely or not at all."""
-    write_atomic(path, lambda file: file.write(text.encode()))
+    """Write a text file in UTF-8, completely or not at all. What UTF-8 cannot encode, such as names
+    of files in another encoding, is escaped."""
+    write_atomic(path, lambda file: file.write(text.encode(errors='backslashreplace')))
 
 
 def plain(obj: object) -> object:

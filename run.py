@@ -57,6 +57,8 @@ RUN_FILES = (
     *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
     *('eval_*.json', 'events.out.tfevents.*'),
 )
+# Variables of torchrun and Slurm: how often they have started this command again.
+RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 # Settings of a single call, which a resumed run does not take from its checkpoint.
 OF_A_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
 # A run has found values for these; 'auto' and 0 stand for them when it is resumed.
@@ -210,12 +212,19 @@ class RunFolder:
         if written and not resume and not (self.path / MARK).exists():
             advice = 'choose another out_dir, or move it away'
             raise Mistake(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
-        if self.config['resume'] is False and not self.config['overwrite']:
-            if has_run:
-                advice = f'continue it with --resume=True, or {replace}'
-                raise Mistake(f'{self.path}: holds a run already: {advice}')
-            if log_of(self.path):
-                raise Mistake(f'{self.path}: holds a run without a checkpoint: {replace}')
+        if resume:
+            return
+        if self.config['overwrite']:
+            if any(int(os.environ.get(name) or 0) for name in RESTARTS):
+                advice = 'continue it with --resume=auto instead of --overwrite=True'
+                raise Mistake(f'{self.path}: this run was restarted, not to be replaced: {advice}')
+            return
+        if has_run:
+            advice = f'continue it with --resume=True, or {replace}'
+            raise Mistake(f'{self.path}: holds a run already: {advice}')
+        # 'auto' replaces a run that was killed before its first checkpoint, but no finished one.
+        if is_finished(self.path) or (log_of(self.path) and self.config['resume'] is False):
+            raise Mistake(f'{self.path}: holds a run without a checkpoint: {replace}')
 
     def lock(self) -> None:
         """Lock the folder until this process ends. Raises Mistake if another process has it."""
@@ -226,7 +235,8 @@ class RunFolder:
             self.file_lock.acquire(blocking=False)
             mark.write_text(f'process {os.getpid()} on {platform.node()}\n')
         except filelock.Timeout:
-            holder = mark.read_text(errors='replace')[:200].strip()
+            text = mark.read_text(errors='replace') if mark.exists() else 'it has just started'
+            holder = text[:200].strip()
             advice = 'wait for its end, stop it, or choose another out_dir'
             raise Mistake(f'{self.path}: another run is using it ({holder}): {advice}') from None
         except OSError as error:

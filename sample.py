@@ -32,9 +32,9 @@ import common
 from baselines import LSTM
 from decode import Decoder, progress
 from forms import choose_forms
-from hub import CARD, sizes_in
+from hub import CARD
 from model import EVAL_CHUNK, LanguageModel
-from run import CONFIG, WEIGHTS
+from run import CONFIG, WEIGHTS, settings_of
 from stream import Stream
 from text import VOCAB, Tokenizer, get_tokenizer, read_text
 
@@ -84,7 +84,7 @@ CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')  # all but newline and tab
 
 def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
     """Return the model of a run or of an export, in fp32. Raises Mistake."""
-    model_type = LSTM if sizes_in(folder).get('arch') == 'lstm' else LanguageModel
+    model_type = LSTM if settings_of(folder).get('arch') == 'lstm' else LanguageModel
     model = model_type.load_trained(folder, which, device)
     name, V = model.about['tokenizer'], model.config.vocab_size
     if VOCAB.get(name) != V:

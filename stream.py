@@ -19,7 +19,7 @@ from torch import Tensor
 
 import recompute
 from common import every, out_of_memory, print0, run_compiled
-from graphs import graphed
+from graphs import fused, graphed
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -175,17 +175,22 @@ class Stream:
 
     def choose_rows(self, chunk: Callable, spare: float = 0.0, fixed: bool = False) -> None:
         """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
-        rank, and reset the state. If it cannot be compiled, say why and go on uncompiled.
+        rank, and reset the state. If a rank cannot compile it, all go on uncompiled.
 
         spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
         Mistake if these rows, or not even one, fit."""
         while True:
+            was_compiled = fused.enabled
             fits = self.runs_in_memory(chunk, spare)
             # 2: fits; 1: try fewer; 0: there are no fewer. Ranks may have different numbers of
             # rows, and agree by one reduction per attempt.
-            verdict = torch.tensor(2.0 if fits else float(self.rows > 1), device=self.device)
+            verdict = 2.0 if fits else float(self.rows > 1)
+            agreed = torch.tensor([verdict, fused.enabled], device=self.device)
             if dist.is_initialized():
-                dist.all_reduce(verdict, dist.ReduceOp.MIN)
+                dist.all_reduce(agreed, dist.ReduceOp.MIN)
+            verdict, fused.enabled = agreed[0], bool(agreed[1])
+            if was_compiled and not fused.enabled:
+                continue
             if verdict == 2:
                 return self.reset()
             if verdict == 0 or fixed:

@@ -140,7 +140,11 @@ def read_parquet(path: str, column: str) -> Iterator[object]:
             names = ', '.join(file.schema_arrow.names)
             raise Mistake(f'{path}: there is no column {column!r}, only {names}')
         for batch in file.iter_batches(1024, columns=[column]):
-            yield from batch.column(column).to_pylist()
+            for value in batch.column(column):
+                try:
+                    yield value.as_py()
+                except UnicodeDecodeError as error:
+                    yield error
 
 
 READERS = {

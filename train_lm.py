@@ -256,8 +256,8 @@ def main(config: Settings) -> int:
         if captured is not None and fused.enabled:
             for line in choose_forms(model, train.rows, amp):
                 print0(line)
-        if model.forms:
-            train.choose_rows(chunk, spare)  # compiles what the forms have changed
+            # compiles what the forms have changed; on all ranks, whichever forms they have chosen
+            train.choose_rows(chunk, spare, fixed=batch_size > 0)
         grads.zero()
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
 

@@ -34,6 +34,10 @@ def test_an_export_holds_the_trained_model_and_how_it_was_trained(
     weights = load_file(tmp_path / 'model.safetensors')
     model = sample.load_model(str(tmp_path), 'best')
     assert model.recurrent == (name == 'recurrent')
+    lone = tmp_path / 'lone' / 'last.pt'  # a copy of the checkpoint alone
+    lone.parent.mkdir()
+    shutil.copy(trained / name / 'last.pt', lone)
+    assert sample.load_model(str(lone.parent), which).recurrent == model.recurrent
     for key, weight in load_checkpoint(trained / name / 'last.pt')['model'].items():
         assert torch.equal(weights[key], weight.to(getattr(torch, dtype)))
         assert torch.equal(model.state_dict()[key], weights[key].float())
@@ -43,7 +47,7 @@ MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
     ('--export=other', 'holds files that no such export wrote'),
     ('--out_dir={0}/lstm', 'holds an LSTM, which can be scored and exported, not sampled'),
     ('--out_dir={1}/pretrained/sokoban', 'damaged, or from another model'),
-    ('--out_dir=other', 'config.json: cannot be read'),
+    ('--out_dir=other', 'other: holds no trained run'),
     ('--export=x --interactive', 'exclude each other'),
     ('--score=none.txt', 'none.txt: No such file or directory'),
     ('--score=other/a.txt', 'there is no text in it'),

@@ -148,6 +148,26 @@ def test_a_run_without_a_checkpoint_is_replaced_or_started_by_auto(tmp_path):
     assert train(tmp_path, resume='auto').saved is None
 
 
+def test_a_finished_run_whose_checkpoints_were_removed_is_not_replaced_by_auto(tmp_path):
+    train(tmp_path).finish(True)
+    for name in (LAST, PREV):
+        (tmp_path / name).unlink()
+    before = contents_of(tmp_path)
+    assert_refused('holds a run without a checkpoint', open_folder, tmp_path, resume='auto')
+    assert contents_of(tmp_path) == before
+
+
+@pytest.mark.parametrize('name', ['TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT'])
+def test_a_restarted_command_does_not_replace_its_own_run(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, '0')
+    train(tmp_path, overwrite=True)
+    monkeypatch.setenv(name, '1')
+    before = contents_of(tmp_path)
+    assert_refused('was restarted', open_folder, tmp_path, overwrite=True)
+    assert contents_of(tmp_path) == before
+    assert train(tmp_path, resume='auto').step == 3
+
+
 @pytest.mark.parametrize('name', ['log.jsonl', 'config.json', LAST, 'best', 'loss.png'])
 def test_files_that_no_run_wrote_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text('of another program')
@@ -160,6 +180,8 @@ def test_a_folder_holds_one_run_at_a_time(tmp_path):
     folder = open_folder(tmp_path)
     message = f'another run is using it \\(process {os.getpid()} on .*\\): wait'
     assert_refused(message, open_folder, tmp_path)
+    (tmp_path / '.run').unlink()  # as between the two lines that start a run
+    assert_refused('another run is using it .it has just started', open_folder, tmp_path)
     folder.finish(False)
     open_folder(tmp_path)
 

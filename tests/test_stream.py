@@ -135,6 +135,16 @@ def test_a_rank_tries_fewer_rows_until_those_of_every_rank_fit(monkeypatch, B, t
     assert found == tried
 
 
+def test_all_ranks_run_uncompiled_if_one_cannot_compile(monkeypatch):
+    """Compiled optimizers round differently, and the ranks must keep equal weights."""
+    compiled = []
+    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.distributed, 'all_reduce', lambda agreed, op: agreed[1].zero_())
+    Stream(make_model(), 8, 8).choose_rows(lambda *_: compiled.append(graphs.fused.enabled))
+    assert compiled == [True, False]
+
+
 def test_rows_that_do_not_fit_are_one_clear_line():
     for rows, message in ((0, 'one row of 8 tokens'), (4, 'batch_size = 4 of 8')):
         choose = Stream(make_model(), 8, 8, rows).choose_rows

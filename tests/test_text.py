@@ -50,6 +50,8 @@ def test_rows_are_documents(tmp_path):
 
 def test_a_row_without_text_is_yielded_with_its_number(tmp_path):
     """A null, a missing key or cell, another type, a damaged line, or bytes that are no UTF-8."""
+    import pyarrow.parquet
+
     lines = [
         b'{"text": "a"}',
         b'{"text": null}',
@@ -62,7 +64,11 @@ def test_a_row_without_text_is_yielded_with_its_number(tmp_path):
     ]
     (tmp_path / 'a.jsonl').write_bytes(b'\n'.join(lines))
     (tmp_path / 'b.csv').write_bytes(b'id,text\n1,a\n2,\n3\n4,\xff\n5,z\n')
-    for name, bad in ('a.jsonl', '234567'), ('b.csv', '234'):
+    raw = pyarrow.py_buffer(b'a\xff\xfez')
+    offsets = pyarrow.py_buffer(np.array([0, 1, 2, 3, 4], np.int32))
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 4, [None, offsets, raw])
+    pyarrow.parquet.write_table(pyarrow.table({'text': column}), tmp_path / 'c.parquet')
+    for name, bad in ('a.jsonl', '234567'), ('b.csv', '234'), ('c.parquet', '23'):
         first, *rows, last = read_texts([str(tmp_path / name)])
         assert (first.value, last.value) == ('a', 'z')
         for number, row in zip(bad, rows, strict=True):
