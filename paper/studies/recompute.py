@@ -3,9 +3,10 @@ the tables of runs in results/. A row is a run, with columns as in figures.runs.
 
     python -m paper.studies.recompute
 
-First come the losses of the registered study (depth.py), by (recurrent, L). Of each other table
-follow mean, standard error and number of seeds of every model, then those of all differences,
-paired by seed. 'r4' is recurrent with L = 4, 'n8' non-recurrent with L = 8.
+First come the registered studies, by (recurrent, L): the losses of depth.py, minus the returns of
+depth_agents.py and what initial_scale.py compares. Of each other table follow mean, standard error
+and number of seeds of every model, then those of all differences, paired by seed. 'r4' is recurrent
+with L = 4, 'n8' non-recurrent with L = 8.
 
 Of language models, loss_64k is the loss in nats per byte on 65,536 bytes and loss_512k that on
 524,288 bytes, both in streams of 512 bytes; to_16, to_32, ... to_4096 are the losses on 524,288
@@ -30,7 +31,7 @@ from paper.figures import (
     save_figure,
     summarize,
 )
-from paper.studies import depth
+from paper.studies import depth, depth_agents, initial_scale
 
 RESULTS = PUBLISHED.parent
 WIDTHS = {f'to_{2 * n}': n for n in (16, 32, 64, 128, 256, 512, 1024, 2048)}  # positions
@@ -168,7 +169,8 @@ def agents() -> None:
 
 
 def main() -> None:
-    depth.report()
+    for study in (depth, depth_agents, initial_scale):
+        study.report()
     language_models()
     agents()
     for name in ('probes', 'ppo', 'speed'):
