@@ -50,14 +50,14 @@ from files import (
 
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
-MARK = '.run'  # names the process that uses the folder; a folder without this file holds no run
-LOCK = '.lock'  # held by that process; the contents are those of filelock
+MARK = '.run'  # names the last process that used the folder; a folder without it holds no run
+LOCK = '.lock'  # locked by filelock while a run uses the folder
 # What a run writes into its folder, and `overwrite` removes.
 RUN_FILES = (
     *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
     *('eval_*.json', 'events.out.tfevents.*'),
 )
-# Variables of torchrun and Slurm: how often they have started this command again.
+# Environment variables that count restarts: of this command by torchrun, of the job by Slurm.
 RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 # Settings of a single call, which a resumed run does not take from its checkpoint.
 OF_A_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
@@ -215,14 +215,15 @@ class RunFolder:
         if resume:
             return
         if self.config['overwrite']:
-            if any(int(os.environ.get(name) or 0) for name in RESTARTS):
-                advice = 'continue it with --resume=auto instead of --overwrite=True'
-                raise Mistake(f'{self.path}: this run was restarted, not to be replaced: {advice}')
+            if written and any(int(os.environ.get(name) or 0) for name in RESTARTS):
+                advice = 'use --resume=auto instead'
+                reason = 'after a restart --overwrite=True would delete the run'
+                raise Mistake(f'{self.path}: {reason}: {advice}')
             return
         if has_run:
             advice = f'continue it with --resume=True, or {replace}'
             raise Mistake(f'{self.path}: holds a run already: {advice}')
-        # 'auto' replaces a run that was killed before its first checkpoint, but no finished one.
+        # 'auto' replaces a run killed before its first checkpoint, but never a finished run.
         if is_finished(self.path) or (log_of(self.path) and self.config['resume'] is False):
             raise Mistake(f'{self.path}: holds a run without a checkpoint: {replace}')
 

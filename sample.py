@@ -32,7 +32,7 @@ import common
 from baselines import LSTM
 from decode import Decoder, progress
 from forms import choose_forms
-from hub import CARD
+from hub import CARD, export_in
 from model import EVAL_CHUNK, LanguageModel
 from run import CONFIG, WEIGHTS, settings_of
 from stream import Stream
@@ -84,7 +84,8 @@ CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')  # all but newline and tab
 
 def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
     """Return the model of a run or of an export, in fp32. Raises Mistake."""
-    model_type = LSTM if settings_of(folder).get('arch') == 'lstm' else LanguageModel
+    about = settings_of(folder) or settings_of(export_in(folder))
+    model_type = LSTM if about.get('arch') == 'lstm' else LanguageModel
     model = model_type.load_trained(folder, which, device)
     name, V = model.about['tokenizer'], model.config.vocab_size
     if VOCAB.get(name) != V:

@@ -175,7 +175,7 @@ class Stream:
 
     def choose_rows(self, chunk: Callable, spare: float = 0.0, fixed: bool = False) -> None:
         """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
-        rank, and reset the state. If a rank cannot compile it, all go on uncompiled.
+        rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
         spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
         Mistake if these rows, or not even one, fit."""
@@ -190,6 +190,8 @@ class Stream:
                 dist.all_reduce(agreed, dist.ReduceOp.MIN)
             verdict, fused.enabled = agreed[0], bool(agreed[1])
             if was_compiled and not fused.enabled:
+                print0('running uncompiled on all ranks')
+                recompute.release()
                 continue
             if verdict == 2:
                 return self.reset()

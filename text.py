@@ -131,7 +131,7 @@ def read_csv(path: str, column: str) -> Iterator[object]:
 
 
 def read_parquet(path: str, column: str) -> Iterator[object]:
-    """Yield the values of a column."""
+    """Yield the values of a column, and the error for a string that is not UTF-8."""
     need('pyarrow')
     import pyarrow.parquet
 

@@ -256,7 +256,7 @@ def main(config: Settings) -> int:
         if captured is not None and fused.enabled:
             for line in choose_forms(model, train.rows, amp):
                 print0(line)
-            # compiles what the forms have changed; on all ranks, whichever forms they have chosen
+            # Compile again with these forms. Ranks may choose different ones, but all join in.
             train.choose_rows(chunk, spare, fixed=batch_size > 0)
         grads.zero()
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')

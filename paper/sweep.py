@@ -29,6 +29,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from signal import SIGTERM
@@ -39,6 +40,8 @@ import torch
 from pandas import DataFrame, Series
 
 from common import every, print0
+from convlstm import AgentConfig
+from model import ModelConfig
 from paper.plans import (
     ROOT,
     Run,
@@ -53,6 +56,11 @@ from paper.plans import (
 )
 from run import OF_A_CALL, Stopper, log_of, settings_of
 
+# Settings that a trainer may take from the weights in init_from.
+SIZES = (
+    *('arch', 'recurrent', 'tokenizer'),
+    *(field.name for config in (ModelConfig, AgentConfig) for field in fields(config)),
+)
 # Settings that say how fast a run is (its results change by rounding only) and what it reports.
 NEUTRAL = (
     *('download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
@@ -159,12 +167,15 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
     settings, defaults = full_settings(run), script_of(run.script).defaults
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
-    for name, value in settings.items():
-        old = saved.get(name, defaults[name])  # the script may be newer than the run
+    before = {**defaults, **saved}  # a setting added after the run had its default
+    # Sizes that the plan leaves open come from the weights in init_from.
+    adopted = SIZES if settings.get('init_from') else ()
+    for name, value in settings.items() if saved else ():
+        old = before.get(name)
         old = tuple(old) if isinstance(old, list) else old  # from JSON
-        is_adopted = settings.get('init_from') and value == defaults[name]  # if it is a size
+        is_adopted = name in adopted and value == defaults.get(name)
         is_compared = name not in NEUTRAL + OF_A_CALL and value != 'auto' and not is_adopted
-        if saved and is_compared and old != value:
+        if is_compared and old != value:
             return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))

@@ -163,7 +163,7 @@ def test_a_restarted_command_does_not_replace_its_own_run(tmp_path, monkeypatch,
     train(tmp_path, overwrite=True)
     monkeypatch.setenv(name, '1')
     before = contents_of(tmp_path)
-    assert_refused('was restarted', open_folder, tmp_path, overwrite=True)
+    assert_refused('after a restart', open_folder, tmp_path, overwrite=True)
     assert contents_of(tmp_path) == before
     assert train(tmp_path, resume='auto').step == 3
 

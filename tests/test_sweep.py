@@ -225,6 +225,10 @@ def test_a_run_that_took_sizes_from_trained_weights_is_done(main, fake):
     fake(n_layer=[1], init_from='pretrained')
     main('fake', '--run')
     assert main('fake', '--run')[1].startswith('1 of 1 runs are done')
+    fake(n_layer=[1], init_from='pretrained', max_iters=9)
+    main('fake', '--run', '--out=other')
+    fake(n_layer=[1], init_from='pretrained')
+    assert_refused('has max_iters = 9, not 8', main, 'fake', '--run', '--out=other')
 
 
 TORCHRUN = 'E1125 21:09:39 12522 torch/distributed/elastic/api.py:1002] failed\nTraceback (most\n'
