@@ -188,9 +188,11 @@ class Stream:
             agreed = torch.tensor([verdict, fused.enabled], device=self.device)
             if dist.is_initialized():
                 dist.all_reduce(agreed, dist.ReduceOp.MIN)
-            verdict, fused.enabled = agreed[0], bool(agreed[1])
-            if was_compiled and not fused.enabled:
-                print0('running uncompiled on all ranks')
+            verdict, all_compile = agreed.tolist()
+            if was_compiled and not all_compile:
+                if fused.enabled:  # otherwise run_compiled has said why
+                    print0('compile = True does not work on another rank; running uncompiled')
+                    fused.enabled = False
                 recompute.release()
                 continue
             if verdict == 2:

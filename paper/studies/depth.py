@@ -79,7 +79,8 @@ def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
 
 
 def add(path: Path, folder: str, processor: str) -> None:
-    """Add the finished runs of a plan to its table, except those that it already has."""
+    """Add the finished runs in a folder to a table, except those that it already has. Only runs of
+    the plan that the table is named after count: their parent folder has its name."""
     plan = path.stem.replace('_', '-')
     table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
     if table.empty:
