@@ -256,7 +256,7 @@ def chart(
     row = figure.subplots(1, len(panels), squeeze=False, sharey=sharey)[0]
     names = list(points['line'].str.removesuffix(', published').unique())
     for axes, (panel, part) in zip(row, panels, strict=True):
-        for line, one in part.sort_values(x).groupby('line', sort=False):
+        for line, one in part.sort_values(x, kind='stable').groupby('line', sort=False):
             name = line.removesuffix(', published')
             k = names.index(name) % len(COLORS)
             handles[line] = axes.errorbar(

@@ -40,7 +40,7 @@ import torch
 from pandas import DataFrame, Series
 
 from common import every, print0
-from convlstm import AgentConfig
+from convlstm import SIZES as AGENT_SIZES
 from model import ModelConfig
 from paper.plans import (
     ROOT,
@@ -57,10 +57,7 @@ from paper.plans import (
 from run import OF_A_CALL, Stopper, log_of, settings_of
 
 # Settings that a trainer may take from the weights in init_from.
-SIZES = (
-    *('arch', 'recurrent', 'tokenizer'),
-    *(field.name for config in (ModelConfig, AgentConfig) for field in fields(config)),
-)
+SIZES = (*AGENT_SIZES, 'tokenizer', *(field.name for field in fields(ModelConfig)))
 # Settings that say how fast a run is (its results change by rounding only) and what it reports.
 NEUTRAL = (
     *('download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
