@@ -28,9 +28,12 @@ PLAN = Plan(
 
 
 def report() -> None:
-    """Print what the former scale changes in the seeds that both tables have."""
+    """Print the returns with the former scale, and what it changes in the seeds that both tables
+    have."""
     former = -whole_blocks(TABLE, [(True, L) for L in (1, 2, 4)])
     today = -whole_blocks(depth_agents.TABLE, depth_agents.ALLOCATIONS)
+    print('\ninitial_scale: return with the former scale by (recurrent, L)')
+    print(former.agg(['mean', 'sem']).round(4).to_string())
     print('\ninitial_scale: return with the former scale minus return with that of today')
     print_change(former[True], today[True])
 
