@@ -58,7 +58,8 @@ from stream import Stream
 # fmt: off
 # what
 suite = ''         # 'decode', 'train' or 'sokoban'; '' = decode and train
-modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU
+modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU (agents,
+                   # whose plain mode is the eager one: eager)
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
 contexts = ()      # C, as in 64,256 or 64,; () = 128,2048 (decode) or 64,256 (train); on a CPU 128
@@ -213,7 +214,8 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
 @torch.no_grad()
 def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
     """Set up one greedy token for each of B streams with full caches."""
-    model = randomize(build_model(cell.config(mode), cell.model == 'recurrent')).to(machine.device)
+    model = randomize(build_model(cell.config(mode), cell.model == 'recurrent'))
+    model = model.to(machine.device).eval()
     amp = contextlib.nullcontext()
     if machine.amp == torch.bfloat16:
         amp = torch.autocast(torch.device(machine.device).type, torch.bfloat16)
@@ -222,7 +224,8 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
-        forms.choose_forms(model.eval(), cell.B, machine.amp)
+        if fused.enabled:
+            forms.choose_forms(model, cell.B, machine.amp)
         decoder = Decoder(model, cell.B, amp=machine.amp)
         decoder.load(state)
         decoder.step(token)
@@ -357,8 +360,6 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         add_figures(row, cell, machine.world)
         if machine.device != 'cpu':
             row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
-        if rows[0]['status'] == row['status'] == 'ok':
-            row['speed_up'] = min(rows[0]['seconds']) / min(row['seconds'])
     del runs, run
     recompute.release()
     torch.compiler.reset()
@@ -447,7 +448,7 @@ def main() -> int:
         'vocab_size': 256 if on_cpu else 50304,
         'shapes': ((2, 8),) if on_cpu else (),
         'contexts': (128,) if on_cpu else (),
-        'modes': 'plain,eager' if on_cpu else 'compiled',
+        'modes': ('eager' if suite == 'sokoban' else 'plain,eager') if on_cpu else 'compiled',
     }
     config |= {name: config[name] or x for name, x in defaults.items()}
     globals().update(config)
@@ -464,11 +465,13 @@ def main() -> int:
     report = {**about, 'settings': config, 'results': []}
     table = ''
     for i, cell in enumerate(cells):
-        for group in groups:
-            for row in measure(cell, group, machine):
-                report['results'].append(row)
-                sizes = ' '.join(map(str, cell))
-                print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
+        rows = [row for group in groups for row in measure(cell, group, machine)]
+        for row in rows:
+            if rows[0]['status'] == row['status'] == 'ok':
+                row['speed_up'] = min(rows[0]['seconds']) / min(row['seconds'])
+            sizes = ' '.join(map(str, cell))
+            print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
+        report['results'] += rows
         if rank == 0:
             table = write_report(report, path)
     print0(f'\n{table}\n{path}')

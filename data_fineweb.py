@@ -505,6 +505,9 @@ def download_shards(count: int, folder: str) -> dict:
     paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
     missing = [path for path in paths if not os.path.exists(path)]
     print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards of 200 MB', flush=True)
+    if missing:
+        meta['finished'] = False
+        write_meta(folder, meta)
     for k, path in enumerate(missing, 1):
         name = os.path.basename(path)
         print(f'downloading {name}, {k} of {len(missing)}', flush=True)

@@ -166,7 +166,8 @@ def find_block(inputs: tuple, *options: object) -> Block:
     """Return the Block for inputs of these sizes and these options, always the same one."""
     layers, _, config, replays = options
     sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
-    key = (sizes, repr(config), replays, enabled_forms(), fused.enabled)
+    others = tuple(x for w in layers for x in w if not isinstance(x, Linear | Tensor))
+    key = (sizes, others, repr(config), replays, enabled_forms(), fused.enabled)
     if key not in _blocks:
         _blocks[key] = Block(inputs, *options)
     return _blocks[key]

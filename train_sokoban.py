@@ -417,6 +417,8 @@ def main(config: Settings) -> int:
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'eval_return' not in last:
         folder.records.pop()  # it is evaluated and logged again
+    elif last.get('step') == step and 'episodes' in last:  # logged after it was saved
+        ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
     folder.start(**about)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
@@ -427,7 +429,7 @@ def main(config: Settings) -> int:
     while True:
         due = is_due(step)
         must_save = (due or stop) and step > saved_at
-        must_log = step % log_interval == 0 and step > logged_step
+        must_log = (step % log_interval == 0 or step == updates) and step > logged_step
         if unread and (must_save or must_log):
             episodes = gather(torch.cat(unread), 2)  # (steps, 3, n_envs)
             unread = []

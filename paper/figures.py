@@ -153,7 +153,7 @@ def score(frame: DataFrame) -> Series:
 def best_values(frame: DataFrame, over: str = 'learning_rate', by: list[str] = ()) -> DataFrame:
     """Return the runs at the best value of a setting in each group, without the lowest seed, which
     chooses it; if no other seed has run at a best value, the runs that chose it. A group without
-    other seeds is left out if another group has them.
+    other seeds is left out if another group has them; print which.
 
     by: columns that name a group (default: sizes, kind and all other varied settings)."""
     by = list(by) or [name for name in [*CELL, *varied(frame)] if name != over]
@@ -161,7 +161,12 @@ def best_values(frame: DataFrame, over: str = 'learning_rate', by: list[str] = (
     first = frame[chose].dropna(subset=value_of(frame))
     best = first.loc[score(first).groupby([first[name] for name in by], dropna=False).idxmin()]
     others = frame[~chose].merge(best[[*by, over]])
-    return others if len(others) else best
+    if others.empty:
+        return best
+    is_judged = best.set_index(by).index.isin(others.set_index(by).index)
+    for _, run in best[~is_judged].iterrows():
+        print(f'left out: {run["folder"]} is best, but no other seed has its {over}, {run[over]}')
+    return others
 
 
 # ---- points: means over seeds ----
@@ -325,7 +330,8 @@ def ablation(frame: DataFrame) -> Figure:
     """Draw the value by the first setting that varies."""
     if not (settings := varied(frame)):
         raise Mistake('ablation: these runs differ in no setting but their sizes and seeds')
-    x, *others = settings
+    # Of a tuned rate each value of the others has its best one, which is no axis.
+    x, *others = [name for name in settings if name != 'learning_rate'] or settings
     points = summarize(frame, [*CELL, *settings])
     line = points['kind'] + ', ' + name_cells(points, [*SIZES, *others])
     points = points.assign(line=line, panel=points['plan'])
@@ -430,8 +436,9 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise Mistake(f'--levels: {model} is no agent: leave it out by --only')
-        if 'learning_rate' in varied(part):
-            part = best_values(part)
+        plans = [one for _, one in part.groupby('plan', sort=False)]
+        tuned = [best_values(one) if 'learning_rate' in varied(one) else one for one in plans]
+        part = pandas.concat(tuned, ignore_index=True)
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
         plans = [one for _, one in part.groupby('plan') if not varied(one)]

@@ -216,6 +216,16 @@ def test_a_null_text_is_named_or_left_out_with_a_count(tmp_path, capsys, monkeyp
     assert '1 documents that cannot be used were left out' in capsys.readouterr().out
 
 
+def test_a_long_file_that_is_no_utf_8_is_left_out_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(text, 'PART', 1000)
+    for k, document in enumerate(DOCUMENTS):
+        (tmp_path / f'{k:03}.txt').write_text(document)
+    (tmp_path / '050x.txt').write_bytes(b'word ' * 10_000 + b'\xe9')
+    source = {'text': f'{tmp_path}/*.txt', 'skip_bad': True}
+    assert (prepare(tmp_path / 'd', **source) == stream_of(DOCUMENTS)).all()
+    assert '1 documents that cannot be used were left out' in capsys.readouterr().out
+
+
 def test_a_second_preparation_of_a_folder_waits_for_the_first(sources, tmp_path):
     folder = tmp_path / 'd'
     folder.mkdir()
@@ -322,6 +332,14 @@ def test_missing_ready_made_shards_are_downloaded_from_one_commit(commits, tmp_p
     assert_refused(message, find_shards, folder, 'train')
     prepare(folder, tokenizer='gpt2', pretokenized=3)
     assert asked == [0, 1, 2, 1, 3] and read_meta(folder)['shards'] == [80] * 4
+
+    def fail(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', fail)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder, tokenizer='gpt2', pretokenized=4)
+    assert_refused('its preparation was interrupted', find_shards, folder, 'train')
 
 
 # ---- command line ----

@@ -81,7 +81,7 @@ def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
     assert math.isnan(figures.judged_return(log[log['episodes'] == 0], 10))
 
 
-def test_the_first_seed_chooses_a_value_and_the_others_are_reported():
+def test_the_first_seed_chooses_a_value_and_the_others_are_reported(capsys):
     """Each allocation has a best rate of its own."""
     frame = frame_of(
         n_layer=[1, 1, 1, 1, 2, 2, 2, 2],
@@ -90,6 +90,11 @@ def test_the_first_seed_chooses_a_value_and_the_others_are_reported():
         loss=[2, 1, 0, 3, 1, 2, 5, 4],
     )
     assert list(figures.best_values(frame)['loss']) == [3, 5, 4]
+    assert not capsys.readouterr().out
+    rare = frame.assign(learning_rate=[0.1, 0.3, 0.1, 0.2, 0.1, 0.2, 0.1, 0.1], folder='a')
+    assert list(figures.best_values(rare)['loss']) == [5, 4]
+    line = 'left out: a is best, but no other seed has its learning_rate, 0.3\n'
+    assert capsys.readouterr().out == line
     assert list(figures.best_values(frame[frame['seed'] == 1])['loss']) == [1, 1]
 
 
@@ -129,7 +134,13 @@ def test_an_allocation_with_fewer_seeds_is_not_the_best():
 )
 def test_figures_have_means_and_errors_by_increasing_x(name, x, error):
     """Standard deviations of allocations, and standard errors otherwise, of three seeds."""
-    frame = frame_of(seed=[1, 2, 3] * 2, loss=[5, 7, 9, 1, 2, 3], **{x: [10] * 3 + [9] * 3})
+    rates = [0.1] * 3 + [0.2] * 3  # tuned
+    frame = frame_of(
+        seed=[1, 2, 3] * 2,
+        loss=[5, 7, 9, 1, 2, 3],
+        learning_rate=rates,
+        **{x: [10] * 3 + [9] * 3},
+    )
     assert name in figures.fitting(frame)
     (line,) = bars_of(figures.FIGURES[name](frame)).values()
     assert line == [(2, pytest.approx(error)), (7, pytest.approx(2 * error))]

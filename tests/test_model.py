@@ -259,9 +259,10 @@ def test_a_window_may_be_narrower_than_its_cache(monkeypatch, mode):
     monkeypatch.setattr(unroll, 'BLOCK', 5)
     monkeypatch.setattr(unroll, 'GROUP', 2)
     narrow, wide = make(RecurrentGPT, window=3), make(RecurrentGPT, window=7)
+    set_mode(wide, mode)
+    wide(tokens(2, 8), tokens(2, 8))  # blocks that are kept must not keep the window
     for module in wide.layers:
         module.window = 3
-    set_mode(wide, mode)
     narrow_state = wide_state = None
     for seed in range(3):
         x = tokens(2, 8, seed=seed)

@@ -267,6 +267,22 @@ def test_resume_is_bit_equal(tmp_path, monkeypatch, ppo, patched):
     assert_equal(read_log(a), read_log(b))
 
 
+def test_a_run_that_is_extended_logs_every_episode_once(tmp_path):
+    """It has a line after its last update, 5, which lies off the grid of the log. Episodes have at
+    most three steps, the length of an update."""
+    settings = {'time_limit': 3, 'learning_rate': 0}
+    a, b = tmp_path / 'a', tmp_path / 'b'
+    run_agent(a, **settings)
+    run_agent(b, **settings, total_steps=60)
+    assert call(train_sokoban, f'--out_dir={b}', '--resume=True', '--total_steps=96') == 0
+    expected, found = (
+        {r['step']: r['episodes'] for r in read_log(folder) if 'episodes' in r} for folder in (a, b)
+    )
+    assert list(found) == [2, 4, 5, 6, 8] and found[5] >= 4
+    assert found.pop(5) + found[6] == expected[6]
+    assert found == expected | {6: found[6]}
+
+
 def test_ranks_train_as_one_does_but_for_rounding(tmp_path):
     """They play the same boards. Two ranks resume what one has trained, and the other way round."""
     for updates, alone, shared in ((8, 'a', 'b'), (12, 'b', 'a')):
