@@ -94,8 +94,8 @@ def read_text(path: str) -> str:
 
 
 def read_parts(path: str, column: str) -> Iterator[str]:
-    """Yield the text of a file in parts that fit in memory, cut as `cutter` does. A file that is not
-    in UTF-8 has no parts: the error is raised before the first one."""
+    """Yield the text of a file in parts that fit in memory, cut as `cutter` does. Of a file that is
+    not in UTF-8 there is no part: the error is raised before the first one."""
     with open_text(path) as file:
         while file.read(PART):
             pass

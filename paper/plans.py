@@ -334,12 +334,16 @@ PLANS = {
 
 
 def studies() -> dict[str, str]:
-    """Return {plan: module} of the files in paper/studies that define PLAN."""
-    return {
+    """Return {plan: module} of the files in paper/studies that define PLAN. Raises Mistake if one
+    has the name of a plan of this file."""
+    found = {
         path.stem.replace('_', '-'): f'paper.studies.{path.stem}'
         for path in sorted(STUDIES.glob('*.py'))
         if re.search(r'^PLAN\b', path.read_text(encoding='utf-8'), re.MULTILINE)
     }
+    for name in found.keys() & PLANS.keys():
+        raise Mistake(f'{found[name]}: {name} is a plan of plans.py: rename the file')
+    return found
 
 
 def names_of_plans() -> list[str]:
@@ -349,11 +353,12 @@ def names_of_plans() -> list[str]:
 
 def find_plan(name: str) -> Plan:
     """Return a plan. Raises Mistake if there is none with this name."""
+    modules = studies()
     if name in PLANS:
         return PLANS[name]
-    if name not in studies():
-        raise Mistake(f'{name!r} is no plan: choose one of {", ".join(names_of_plans())}')
-    return importlib.import_module(studies()[name]).PLAN
+    if name not in modules:
+        raise Mistake(f'{name!r} is no plan: choose one of {", ".join([*PLANS, *modules])}')
+    return importlib.import_module(modules[name]).PLAN
 
 
 def runs_of(name: str) -> list[Run]:

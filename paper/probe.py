@@ -228,7 +228,11 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
         boards = replay(batch, found['actions'][:, :T])  # (N, T + 1, 10, 10, 2)
         classes = targets(boards, found['actions'][:, :T], lengths)
         played = np.arange(T) < lengths[:, None]  # (N, T)
-        file.write(features[played].data)
+        features = features[played]
+        if not np.isfinite(features).all():
+            limit = '65,504, the largest number of float16, in which states are stored'
+            raise Mistake(f'{player.name}: its state exceeds {limit}: leave it out')
+        file.write(features.data)
         parts.append((boards[:, :-1][played], classes[played], np.nonzero(played)[1]))
         solved += found['solved'].sum()
         if is_due():

@@ -36,11 +36,11 @@ def test_training_that_is_killed_at_random_moments_resumes_bit_equal(
     kills = 20 if request.config.getoption('--long') else 1
     undisturbed, out = tmp_path / 'a', tmp_path / 'b'
     if trainer == 'lm':
-        settings = {'max_iters': 40 * kills}
+        settings = {'max_iters': 40 * kills + 60}
         assert run_lm(data, undisturbed, **settings) == 0
         command = ['train_lm.py', *lm_arguments(data, out, resume='auto', **settings)]
     else:
-        settings = {'total_steps': 12 * 40 * kills}
+        settings = {'total_steps': 12 * (40 * kills + 60)}
         assert run_agent(undisturbed, **settings) == 0
         command = ['train_sokoban.py', *agent_arguments(out, resume='auto', **settings)]
 

@@ -110,6 +110,9 @@ def test_the_plan_in_the_docstring_is_found_by_its_file(tmp_path, monkeypatch):
     assert plans.names_of_plans() == [*plans.PLANS, 'weight-decay']
     folders = [path.name for path in folders_of('weight-decay')]
     assert len(folders) == 9 and 'weight_decay-0.01_seed-3' in folders
+    (tmp_path / 'weight_decay.py').rename(tmp_path / 'init_b.py')
+    message = 'paper.studies.init_b: init-b is a plan of plans.py: rename the file'
+    assert_refused(message, plans.find_plan, 'init-b')
 
 
 @pytest.mark.parametrize(

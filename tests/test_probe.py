@@ -167,6 +167,13 @@ def test_recorded_steps_are_those_of_an_evaluation_with_s_of_both_agents(agents,
             found = data.features[i, ..., 8 * k : 8 * k + 8]
             np.testing.assert_allclose(found, s[0].detach().numpy(), atol=2e-3)  # float16
 
+    def encode_and_step(*args, real=player.agent.encode_and_step):
+        s, state = real(*args)
+        return s * 1e6, state
+
+    monkeypatch.setattr(player.agent, 'encode_and_step', encode_and_step)
+    assert_refused('its state exceeds 65,504', probe.record, player, packed, 'cpu')
+
 
 def test_of_runs_that_differ_in_their_seed_the_best_is_used(agents):
     runs = [load(agents, seed=seed) for seed in (1, 2, 3)] + [load(agents, gamma=0.9)]

@@ -258,7 +258,7 @@ def test_a_copy_of_the_trainer_has_folders_of_its_own(main, fake):
 
 
 def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(main, fake):
-    folders = fake(n_layer=[1, 2, 4], pause=0.02, max_iters=60)
+    folders = fake(n_layer=[1, 2, 4], pause=0.1, max_iters=30)
 
     def interrupt():
         wait_for(lambda: all(len(log_of(folder)) > 3 for folder in folders[:2]))
@@ -268,10 +268,10 @@ def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(main, fake):
     status, out = main('fake', '--run', '--workers=2')
     assert status == 128 + signal.SIGINT and out.count(': stopped\n') == 2
     assert not any(map(is_finished, folders)) and not folders[2].exists()
-    assert f' {log_of(folders[0])[-1]["step"]} of 60 ' in main('fake')[1]
+    assert f' {log_of(folders[0])[-1]["step"]} of 30 ' in main('fake')[1]
     assert main('fake', '--run', '--workers=2')[0] == 0
     for folder in folders:
-        assert [record['step'] for record in log_of(folder)] == list(range(61))
+        assert [record['step'] for record in log_of(folder)] == list(range(31))
 
 
 def test_the_expected_time_follows_from_seconds_per_flop(fake):
