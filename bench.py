@@ -63,7 +63,7 @@ modes = ''         # of plain, eager, compiled; '' = compiled on a GPU; on a CPU
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
 contexts = ()      # C, as in 64,256 or 64,; () = 128,2048 (decode) or 64,256 (train); on a CPU 128
-agents = ((1, 1, 128), (4, 1, 64))  # sokoban: (L, E, D)
+agents = ()        # sokoban: (L, E, D), as in 1,1,128; () = (1,1,128),(4,1,64)
 # sizes
 tokens_per_update = 0  # train: of four GPUs; 0 = 131072, as the paper (and 262144); on a CPU 4096
 streams = 16       # decode: B
@@ -448,6 +448,7 @@ def main() -> int:
         'vocab_size': 256 if on_cpu else 50304,
         'shapes': ((2, 8),) if on_cpu else (),
         'contexts': (128,) if on_cpu else (),
+        'agents': ((1, 1, 128), (4, 1, 64)),
         'modes': ('eager' if suite == 'sokoban' else 'plain,eager') if on_cpu else 'compiled',
     }
     config |= {name: config[name] or x for name, x in defaults.items()}

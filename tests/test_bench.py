@@ -14,7 +14,7 @@ from configurator import Mistake, configure
 
 SMALL = '--shapes=(1,2), --contexts=4, --tokens_per_update=32 --n_embd=128 --streams=2'.split()
 SMALL += '--vocab_size=64 --rounds=2 --seconds=0.001 --device=cpu --threads=1'.split()
-SMALL += '--agents=(1,2,4), --unroll=3 --n_envs=2'.split()
+SMALL += '--agents=1,2,4 --unroll=3 --n_envs=2'.split()
 
 
 def apply_settings(*argv):
