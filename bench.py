@@ -58,8 +58,8 @@ from stream import Stream
 # fmt: off
 # what
 suite = ''         # 'decode', 'train' or 'sokoban'; '' = decode and train
-modes = ''         # of plain, eager, compiled; '' = compiled on a GPU; on a CPU plain,eager, of
-                   # agents, for which both are the same, eager
+modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU
+                   # (agents: eager, which is the same as plain)
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
 contexts = ()      # C, as in 64,256 or 64,; () = 128,2048 (decode) or 64,256 (train); on a CPU 128

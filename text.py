@@ -94,8 +94,8 @@ def read_text(path: str) -> str:
 
 
 def read_parts(path: str, column: str) -> Iterator[str]:
-    """Yield the text of a file in parts that fit in memory, cut as `cutter` does. Of a file that is
-    not in UTF-8 there is no part: the error is raised before the first one."""
+    """Yield the text of a file in parts that fit in memory, cut as `cutter` does. The file is read
+    twice, so that one that is not UTF-8 raises its error before the first part."""
     with open_text(path) as file:
         while file.read(PART):
             pass

@@ -152,8 +152,8 @@ def score(frame: DataFrame) -> Series:
 
 def best_values(frame: DataFrame, over: str = 'learning_rate', by: list[str] = ()) -> DataFrame:
     """Return the runs at the best value of a setting in each group, without the lowest seed, which
-    chooses it; if no other seed has run at a best value, the runs that chose it. A group without
-    other seeds is left out if another group has them; print which.
+    chooses it. A group at whose best value no other seed has run is left out, and named in a
+    printed line; if this holds for all groups, return the runs that chose.
 
     by: columns that name a group (default: sizes, kind and all other varied settings)."""
     by = list(by) or [name for name in [*CELL, *varied(frame)] if name != over]
@@ -165,7 +165,8 @@ def best_values(frame: DataFrame, over: str = 'learning_rate', by: list[str] = (
         return best
     is_judged = best.set_index(by).index.isin(others.set_index(by).index)
     for _, run in best[~is_judged].iterrows():
-        print(f'left out: {run["folder"]} is best, but no other seed has its {over}, {run[over]}')
+        reason = f'no other seed has run with {over} = {run[over]}, which is the best there'
+        print(f'left out: the models of {run["folder"]}: {reason}')
     return others
 
 
@@ -327,10 +328,10 @@ def saturation(frame: DataFrame) -> Figure:
 
 
 def ablation(frame: DataFrame) -> Figure:
-    """Draw the value by the first setting that varies."""
+    """Draw the value by the first setting that varies, other than a tuned learning rate."""
     if not (settings := varied(frame)):
         raise Mistake('ablation: these runs differ in no setting but their sizes and seeds')
-    # Of a tuned rate each value of the others has its best one, which is no axis.
+    # A tuned learning rate differs with the other settings, so it is no axis.
     x, *others = [name for name in settings if name != 'learning_rate'] or settings
     points = summarize(frame, [*CELL, *settings])
     line = points['kind'] + ', ' + name_cells(points, [*SIZES, *others])
@@ -436,8 +437,10 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise Mistake(f'--levels: {model} is no agent: leave it out by --only')
-        plans = [one for _, one in part.groupby('plan', sort=False)]
-        tuned = [best_values(one) if 'learning_rate' in varied(one) else one for one in plans]
+        tuned = (
+            best_values(one) if 'learning_rate' in varied(one) else one
+            for _, one in part.groupby('plan', sort=False)
+        )
         part = pandas.concat(tuned, ignore_index=True)
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')

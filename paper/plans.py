@@ -341,8 +341,8 @@ def studies() -> dict[str, str]:
         for path in sorted(STUDIES.glob('*.py'))
         if re.search(r'^PLAN\b', path.read_text(encoding='utf-8'), re.MULTILINE)
     }
-    for name in found.keys() & PLANS.keys():
-        raise Mistake(f'{found[name]}: {name} is a plan of plans.py: rename the file')
+    if taken := sorted(found.keys() & PLANS.keys()):
+        raise Mistake(f'{found[taken[0]]}: {taken[0]} is a plan of plans.py: rename the file')
     return found
 
 

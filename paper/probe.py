@@ -230,8 +230,10 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
         played = np.arange(T) < lengths[:, None]  # (N, T)
         features = features[played]
         if not np.isfinite(features).all():
-            limit = '65,504, the largest number of float16, in which states are stored'
-            raise Mistake(f'{player.name}: its state exceeds {limit}: leave it out')
+            reason = 'in which states are stored (at most 65,504)'
+            raise Mistake(
+                f'{player.name}: its state is not finite in float16, {reason}: leave it out'
+            )
         file.write(features.data)
         parts.append((boards[:, :-1][played], classes[played], np.nonzero(played)[1]))
         solved += found['solved'].sum()

@@ -51,10 +51,10 @@ def test_every_mode_is_measured_and_written_as_json_and_markdown(tmp_path, capsy
     report, rows = read_report(path)
     assert {'command', 'device_name', 'commit', 'dtype', 'settings'} <= report.keys()
     assert [*rows] == keys
-    for (suite, model, _), row in rows.items():
+    for (name, model, _), row in rows.items():
         assert row['status'] == 'ok' and len(row['seconds']) == 2, row
         assert 0 < row['min'] <= row['median'] <= row['max']
-        first = rows.get((suite, model, 'plain'), row)
+        first = rows.get((name, model, 'plain'), row)
         assert row['speed_up'] == min(first['seconds']) / min(row['seconds'])
     table = path.with_suffix('.md').read_text()
     assert table in capsys.readouterr().out and table.count('\n|') == 2 + len(rows)

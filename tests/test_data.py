@@ -216,7 +216,7 @@ def test_a_null_text_is_named_or_left_out_with_a_count(tmp_path, capsys, monkeyp
     assert '1 documents that cannot be used were left out' in capsys.readouterr().out
 
 
-def test_a_long_file_that_is_no_utf_8_is_left_out_whole(tmp_path, capsys, monkeypatch):
+def test_a_long_file_that_is_not_utf_8_is_left_out_whole(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(text, 'PART', 1000)
     for k, document in enumerate(DOCUMENTS):
         (tmp_path / f'{k:03}.txt').write_text(document)

@@ -268,8 +268,8 @@ def test_resume_is_bit_equal(tmp_path, monkeypatch, ppo, patched):
 
 
 def test_a_run_that_is_extended_logs_every_episode_once(tmp_path):
-    """It has a line after its last update, 5, which lies off the grid of the log. Episodes have at
-    most three steps, the length of an update."""
+    """The run logs its last update, 5, although 5 is not a multiple of log_interval. Episodes have
+    at most three steps, the length of an update."""
     settings = {'time_limit': 3, 'learning_rate': 0}
     a, b = tmp_path / 'a', tmp_path / 'b'
     run_agent(a, **settings)

@@ -29,12 +29,13 @@ PLAN = Plan(
 
 def report() -> None:
     """Print the returns with the former scale, and what it changes in the seeds that both tables
-    have."""
+    have: by L, and averaged over L."""
     former = -whole_blocks(TABLE, [(True, L) for L in (1, 2, 4)])
     today = -whole_blocks(depth_agents.TABLE, depth_agents.ALLOCATIONS)
-    print('\ninitial_scale: return with the former scale by (recurrent, L)')
-    print(former.agg(['mean', 'sem']).round(4).to_string())
+    print('\ninitial_scale: return with the former scale by L')
+    print(former[True].agg(['mean', 'sem']).round(4).to_string())
     print('\ninitial_scale: return with the former scale minus return with that of today')
+    print((former[True] - today[True]).agg(['mean', 'sem']).round(4).to_string())
     print_change(former[True], today[True])
 
 

@@ -4,9 +4,9 @@ the tables of runs in results/. A row is a run, with columns as in figures.runs.
     python -m paper.studies.recompute
 
 The registered studies come first, by (recurrent, L): losses (depth.py), minus returns
-(depth_agents.py) and the change of returns by the former scale (initial_scale.py). Of each other
-table follow mean, standard error and number of seeds of every model, then those of all differences,
-paired by seed. 'r4' is recurrent with L = 4, 'n8' non-recurrent with L = 8.
+(depth_agents.py), and by L returns with the former scale and what it changes (initial_scale.py).
+Of each other table follow mean, standard error and number of seeds of every model, then those of
+all differences, paired by seed. 'r4' is recurrent with L = 4, 'n8' non-recurrent with L = 8.
 
 Of language models, loss_64k is the loss in nats per byte on 65,536 bytes and loss_512k that on
 524,288 bytes, both in streams of 512 bytes; to_16, to_32, ... to_4096 are the losses on 524,288
