@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable
 
 from configurator import Mistake, first_line
@@ -130,13 +131,27 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     return rank, world, device
 
 
-def agree(number: int) -> bool:
-    """Return whether all ranks have the same number."""
+def agree(*values: object) -> bool:
+    """Return whether all ranks have the same values, which are compared as text."""
     if not dist.is_initialized():
         return True
+    number = zlib.crc32(repr(values).encode())
     both = torch.tensor([number, -number])
     dist.all_reduce(both, dist.ReduceOp.MIN)
     return bool(both.sum() == 0)
+
+
+def synchronize(model: torch.nn.Module, config: dict, *data: object) -> None:
+    """Give all ranks the weights of rank 0. Raises Mistake if the ranks differ in `data` or in the
+    settings `config`, but for folders and devices, which hosts may name differently."""
+    own = {name: x for name, x in config.items() if not name.endswith('_dir')}
+    own = {name: x for name, x in own.items() if name not in ('init_from', 'device', 'threads')}
+    if not agree(own, *data):
+        advice = 'give all hosts the same command and files'
+        raise Mistake(f'the ranks have other settings, data, checkpoints or processors: {advice}')
+    if dist.is_initialized():
+        for x in model.state_dict().values():
+            dist.broadcast(x, 0)
 
 
 def leave_ranks() -> None:
@@ -352,6 +367,5 @@ def need_packages(**wanted: bool) -> None:
     """Raise Mistake if a package with a true value is not installed: need_packages(wandb=True)."""
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
-            package = {'PIL': 'pillow'}.get(name, name)
-            advice = f'pip install {package}, or leave it out'
+            advice = f'pip install {name}, or leave it out'
             raise Mistake(f'{name} is asked for but not installed: {advice}')

@@ -56,7 +56,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 def remove_temporary(folder: Path) -> None:
     """Remove what killed processes have left of `write_atomic`. No other process may be writing
     into the folder."""
-    for path in pathlib.Path(folder).glob('.*.tmp'):
+    for path in pathlib.Path(folder).glob(f'.*.{8 * "[0-9a-f]"}.tmp'):
         path.unlink(missing_ok=True)
 
 

@@ -182,12 +182,13 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     kind: a key that only the CONFIG of this kind has; derived: patterns of files made from an
     export."""
     path = pathlib.Path(folder)
-    remove_temporary(path)
     old = {file for pattern in derived for file in path.glob(pattern)}
-    found = {file.name for file in set(path.glob('[!.]*')) - old}  # no hidden files
-    if found and not (found <= {CONFIG, WEIGHTS, CARD} and kind in read_json(path / CONFIG)):
+    found = set(path.glob('[!.]*'))  # no hidden files
+    others = {file.name for file in found - old} - {CONFIG, WEIGHTS, CARD}
+    if found and (others or kind not in read_json(path / CONFIG)):
         raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
+    remove_temporary(path)
     for file in old:
         file.unlink()
     if not found:
@@ -213,7 +214,7 @@ class PublishedModel(
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
     about: dict = {}  # the entries of config.json with which the model was loaded
-    loaded: int | None = None  # the checksum of the weights that `about` is about
+    loaded: int | None = None  # the checksum of the weights that `about` describes
 
     @classmethod
     def _from_pretrained(
@@ -270,7 +271,7 @@ class PublishedModel(
         return model
 
     def restore(self, weights: dict, path: Path, device: str) -> Self:
-        """Load the weights that `about` is about; return the model, in evaluation mode."""
+        """Load the weights that `about` describes; return the model, in evaluation mode."""
         load_weights(self, weights, path)
         self.loaded = checksum(self)
         return self.to(device).eval()
@@ -303,7 +304,8 @@ class PublishedModel(
         weights are still those that were loaded keeps the entries that it was loaded with. Raises
         Mistake if the folder holds other files.
         """
-        kept = self.about if self.loaded == checksum(self) else {}
+        is_as_loaded = self.loaded is not None and self.loaded == checksum(self)
+        kept = self.about if is_as_loaded else {}
         about = kept | self.entries() | (config or {})
         folder = start_export(save_directory, self.KIND, *self.DERIVED)
         # Copies, because a tied parameter stands in the file under each of its names. The weights

@@ -377,7 +377,6 @@ def main() -> None:
         there_are = f'there are {len(packed)} levels, counted from 0'
         raise Mistake(f'level = {level}: {there_are}: --n_levels uses more of a split')
     if gif:
-        common.need_packages(PIL=True)
         game = play_level(agent, packed, level, torch_device, time_limit)
         save_gif(list(map(plan_image, game.boards, game.plans)), gif, ms)
         print(f'{gif}: {game.outcome}')

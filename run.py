@@ -107,7 +107,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Return a checkpoint, with its tensors on the CPU. Raises Mistake if it is damaged."""
+    """Return a checkpoint, with its tensors on the CPU. Raises Mistake if it is damaged, OSError if
+    it cannot be opened."""
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums of the zip
             if file.testzip() is not None:
@@ -116,10 +117,8 @@ def load_checkpoint(path: Path) -> dict:
         if not isinstance(saved['config'], dict) or type(saved['step']) is not int:
             raise TypeError('it has no settings, or no step')
         return saved
-    except OSError as error:
-        raise Mistake(f'{path}: cannot be opened: {error.strerror}') from None
-    except (zipfile.BadZipFile, *UNREADABLE) as error:
-        if out_of_memory(error):
+    except (OSError, zipfile.BadZipFile, *UNREADABLE) as error:
+        if out_of_memory(error) or getattr(error, 'filename', None):  # it cannot be opened
             raise
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
@@ -129,7 +128,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
     """Return the last checkpoint of a run and its path; if it is damaged, print a warning and
-    return the one before it. Raises Mistake if neither can be read."""
+    return the one before it. Raises Mistake if neither can be read, OSError if one cannot be
+    opened."""
     paths = [path for name in (LAST, PREV) if (path := pathlib.Path(folder, name)).exists()]
     if not paths:
         raise Mistake(f'{folder}: holds no trained run, there is no {LAST}')
@@ -192,7 +192,7 @@ class RunFolder:
         self.about = {'script': name, 'command': self.command}
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
-        if resume and config['overwrite']:
+        if config['resume'] and config['overwrite']:
             raise Mistake('--resume and --overwrite exclude each other: choose one')
         if not config['eval_only']:
             self.check(resume, has_run)
@@ -348,7 +348,10 @@ class RunFolder:
         such as the step and the score."""
         if self.rank == 0:
             settings = {'settings': dict(self.config), 'command': self.about['command']}
-            model.save_pretrained(self.path / BEST, config={**about, **settings})
+            try:
+                model.save_pretrained(self.path / BEST, config={**about, **settings})
+            except Mistake as error:  # a file that somebody else put there must not end a run
+                warn(f'the best model is not saved: {error}')
 
     def finish(self, is_finished: bool) -> None:
         """Close the trackers and release the folder; is_finished: the run has done all its updates,

@@ -69,8 +69,8 @@ class Stream:
         self.set_rows(rows or (most if may_shrink else divisor(B, most)))
 
     def set_rows(self, rows: int) -> None:
-        """Allocate the inputs, the targets and the state of a micro-batch, and at first that of all
-        rows."""
+        """Allocate the inputs, the targets and the state of a micro-batch and, in the first call,
+        the state of all B rows."""
         self.x = self.y = self.part = None  # free them first
         self.rows = rows
         if self.may_shrink:
@@ -178,7 +178,7 @@ class Stream:
         rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
         spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
-        Mistake if these rows, or not even one, fit."""
+        Mistake if the user's rows, or even a single row, do not fit."""
         while True:
             was_compiled = fused.enabled
             fits = self.runs_in_memory(chunk, spare)

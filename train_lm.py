@@ -29,6 +29,7 @@ from forms import choose_forms
 from graphs import fused, graphed
 from hub import init_from as take_weights
 from hub import load_weights, sizes_in
+from kernels import bf16_is_fast
 from loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
 from muon import Muon
@@ -93,8 +94,8 @@ baseline_lr = 2e-3             # AdamW, for all weights of arch = 'lstm'
 # system
 seed = 1337                    # of the initial weights and the order in which shards are read
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
-dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
-                               # the device is fast at it)
+dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a GPU), 'bfloat16', or
+                               # 'auto' (bfloat16 where it is fast; Muon uses it there anyway)
 compile = True                 # compile fused functions with torch.compile, if that works
 graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
@@ -120,8 +121,8 @@ SIZES = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
-# What a resumed run keeps, besides its data; the command line may change every other setting. The
-# device, the dtype and the number of threads stay those that the run has found.
+# What a resumed run keeps, besides its data; the command line may change every other setting. For
+# device, dtype and threads, 'auto' and 0 then stand for what the run had.
 FIXED = (*SIZES, 'tokens_per_step', 'seed', 'init_from')
 
 
@@ -182,13 +183,12 @@ def main(config: Settings) -> int:
     if resume == 'auto' and folder.finished and folder.step == max_iters and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
         return 0
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    if not eval_only:
+        common.need_packages(tensorboard=tensorboard, wandb=wandb)
     if len(betas) != 2:
         raise Mistake(f'betas = {betas}: expected two numbers')
 
     rank, world, device_ = common.join_ranks(device, threads)
-    if not common.agree(folder.step):
-        raise Mistake(f'{out_dir}: the ranks have read different checkpoints: is one damaged?')
     amp = common.pick_dtype(dtype, device_)
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
@@ -205,6 +205,7 @@ def main(config: Settings) -> int:
     with suppress(Mistake):
         text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
     val_x, val_y = val_x.to(device_), val_y.to(device_)
+    train_shards = []
     if not eval_only:
         if tokens_per_step % (T * world):
             multiple = f'a multiple of block_size x ranks = {T} x {world}'
@@ -215,7 +216,7 @@ def main(config: Settings) -> int:
         loader = Loader(
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
         )
-        shards = fingerprint([*train_shards, *val_shards])
+    shards = fingerprint([*train_shards, *val_shards])
 
     # model
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
@@ -230,6 +231,7 @@ def main(config: Settings) -> int:
     elif init_from:
         take_weights(model, init_from)
     model = model.to(device_)
+    common.synchronize(model, config, folder.step, shards, amp, bf16_is_fast(device_))
     model.graphs = captured is not None
 
     # On a GPU the trials of memory leave room for the optimizers' moments, and a twentieth for CUDA

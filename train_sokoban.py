@@ -258,15 +258,14 @@ def main(config: Settings) -> int:
         return 0
     if levels and not eval_only:
         raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
-    common.need_packages(matplotlib=plot, tensorboard=tensorboard, wandb=wandb)
+    if not eval_only:
+        common.need_packages(tensorboard=tensorboard, wandb=wandb)
     board_class = SokobanEnv
     if env == 'jumanji' and not eval_only:
         common.need_packages(jumanji=True, jax=True, gymnasium=True)
         from gym_sokoban import JumanjiEnv as board_class
 
     rank, world, device_ = common.join_ranks(device, threads)
-    if not common.agree(folder.step):
-        raise Mistake(f'{out_dir}: the ranks have read different checkpoints: is one damaged?')
     if n_envs % world and not eval_only:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
@@ -298,6 +297,8 @@ def main(config: Settings) -> int:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     if download and rank == 0 and world > 1:
         dist.barrier()
+    eval_crc, levels_crc = zlib.crc32(eval_levels), None if eval_only else zlib.crc32(train_levels)
+    common.synchronize(model, config, folder.step, eval_crc, levels_crc, sizes['dtype'])
 
     if eval_only:
         result = evaluate(model, eval_levels, device_, time_limit=time_limit)
@@ -388,7 +389,6 @@ def main(config: Settings) -> int:
     # of the log: episodes (return, solved) after the last line, and the last 1,000; sums of
     # statistics after the last line; update and seconds of that line
     ended_since, last_1000, sums, logged_step, logged_seconds = [], [], {}, 0, 0.0
-    levels_crc, eval_crc = zlib.crc32(train_levels), zlib.crc32(eval_levels)
     if saved := folder.saved:
         if saved.get('levels_crc') != levels_crc:
             advice = 'give the same levels_dir, or another out_dir'

@@ -118,7 +118,7 @@ def test_a_killed_preparation_continues_with_the_same_bytes(sources, tmp_path, m
         assert_refused('no train shards|was interrupted', find_shards, folder, 'train')
         finished = (read_meta(folder) or {'shards': []})['shards']
         assert len(finished) == max(0, (writes - 1) // 2)
-        (folder / '.fineweb_train_000001.bin.0123.tmp').write_bytes(b'half a file')
+        (folder / '.fineweb_train_000001.bin.01230123.tmp').write_bytes(b'half a file')
         prepare(folder, **settings)
         assert read_files(folder) == expected and not list(folder.glob('.*.tmp'))
 

@@ -133,6 +133,15 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path):
         (tmp_path / name).write_bytes(saved)
 
 
+def test_files_of_others_are_kept(tmp_path):
+    """They look like files of an evaluation, and of a killed process."""
+    for name in ('eval_results.csv', '.a.tmp', '.model.0f0f0f0f.tmp'):
+        (tmp_path / name).write_text('kept')
+    message = 'holds files that no such export wrote'
+    assert_refused(message, make_language_model().save_pretrained, tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == 3 * ['kept']
+
+
 def test_the_model_of_another_class_and_an_unknown_option_are_refused(tmp_path):
     make_language_model().save_pretrained(tmp_path)
     message = 'holds files that no such export wrote'

@@ -16,7 +16,7 @@ import torch
 from small_runs import assert_refused, run_lm
 
 import plots
-from configurator import Settings
+from configurator import Mistake, Settings
 from run import LAST, PREV, RunFolder, Stopper, load_checkpoint, load_last, log_of, settings_of
 
 DEFAULTS = {
@@ -133,6 +133,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_pat
     assert_refused('continue it with --resume=True, or replace it', open_folder, tmp_path)
     refusal = 'exclude each other'
     assert_refused(refusal, open_folder, tmp_path, resume=True, overwrite=True)
+    assert_refused(refusal, open_folder, tmp_path / 'new', resume='auto', overwrite=True)
     folder = open_folder(tmp_path, overwrite=True)
     assert contents_of(tmp_path) == before  # until the run really starts
     (tmp_path / 'notes.txt').write_text('mine')
@@ -254,6 +255,21 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsy
     )
     resumed.save(step=2)
     assert [load_checkpoint(tmp_path / name)['step'] for name in (LAST, PREV)] == [2, 1]
+
+
+def test_a_checkpoint_that_cannot_be_opened_does_not_give_way(tmp_path):
+    """It may be whole, and the next save would overwrite it."""
+    train(tmp_path, saves=(2, 3))
+    (tmp_path / LAST).unlink()
+    (tmp_path / LAST).mkdir()
+    with pytest.raises(IsADirectoryError):
+        load_last(tmp_path)
+
+
+def test_a_strange_file_in_the_best_model_ends_no_run(tmp_path, capsys):
+    refuses = Mock(save_pretrained=Mock(side_effect=Mistake('notes.txt')))
+    open_folder(tmp_path).save_best(refuses, step=1)
+    assert 'warning: the best model is not saved: notes.txt' in capsys.readouterr().err
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_not_called_damaged(tmp_path, monkeypatch):
