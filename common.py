@@ -141,17 +141,26 @@ def agree(*values: object) -> bool:
     return bool(both.sum() == 0)
 
 
-def synchronize(model: torch.nn.Module, config: dict, *data: object) -> None:
-    """Give all ranks the weights of rank 0. Raises Mistake if the ranks differ in `data` or in the
-    settings `config`, but for folders and devices, which hosts may name differently."""
-    own = {name: x for name, x in config.items() if not name.endswith('_dir')}
-    own = {name: x for name, x in own.items() if name not in ('init_from', 'device', 'threads')}
-    if not agree(own, *data):
+def shared(config: dict) -> dict:
+    """Return the settings that all ranks must share: all but folders and devices, which hosts may
+    name differently, and what rank 0 alone uses."""
+    own = 'init_from', 'device', 'threads', 'plot', 'tensorboard', 'wandb', 'wandb_project'
+    return {k: x for k, x in config.items() if not (k in own or k.endswith('_dir'))}
+
+
+def compare_ranks(*values: object) -> None:
+    """Raise Mistake if the ranks have different values."""
+    if not agree(*values):
         advice = 'give all hosts the same command and files'
-        raise Mistake(f'the ranks have other settings, data, checkpoints or processors: {advice}')
+        raise Mistake(f'the ranks differ in settings, data, checkpoints or processors: {advice}')
+
+
+def share_weights(model: torch.nn.Module) -> None:
+    """Give all ranks the weights of rank 0."""
     if dist.is_initialized():
         for x in model.state_dict().values():
-            dist.broadcast(x, 0)
+            if x.numel():
+                dist.broadcast(x, 0)
 
 
 def leave_ranks() -> None:

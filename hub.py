@@ -182,10 +182,10 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     kind: a key that only the CONFIG of this kind has; derived: patterns of files made from an
     export."""
     path = pathlib.Path(folder)
-    old = {file for pattern in derived for file in path.glob(pattern)}
+    old = {file for pattern in derived for file in path.glob(pattern) if file.is_file()}
     found = set(path.glob('[!.]*'))  # no hidden files
     others = {file.name for file in found - old} - {CONFIG, WEIGHTS, CARD}
-    if found and (others or kind not in read_json(path / CONFIG)):
+    if path.is_file() or found and (others or kind not in read_json(path / CONFIG)):
         raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
     remove_temporary(path)

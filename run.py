@@ -17,6 +17,7 @@ from a stranger cannot run code. Under torchrun only rank 0 writes files.
 """
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -108,7 +109,7 @@ def is_finished(folder: Path) -> bool:
 
 def load_checkpoint(path: Path) -> dict:
     """Return a checkpoint, with its tensors on the CPU. Raises Mistake if it is damaged, OSError if
-    it cannot be opened."""
+    it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums of the zip
             if file.testzip() is not None:
@@ -118,7 +119,11 @@ def load_checkpoint(path: Path) -> dict:
             raise TypeError('it has no settings, or no step')
         return saved
     except (OSError, zipfile.BadZipFile, *UNREADABLE) as error:
-        if out_of_memory(error) or getattr(error, 'filename', None):  # it cannot be opened
+        # Only EINVAL, of a seek, tells of damage: otherwise the file cannot be read at the moment.
+        is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if is_of_system:
+            error.filename = str(path)
+        if is_of_system or out_of_memory(error):
             raise
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
@@ -128,8 +133,8 @@ def load_checkpoint(path: Path) -> dict:
 
 def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
     """Return the last checkpoint of a run and its path; if it is damaged, print a warning and
-    return the one before it. Raises Mistake if neither can be read, OSError if one cannot be
-    opened."""
+    return the one before it. Raises Mistake if both are damaged, OSError if one cannot be
+    read."""
     paths = [path for name in (LAST, PREV) if (path := pathlib.Path(folder, name)).exists()]
     if not paths:
         raise Mistake(f'{folder}: holds no trained run, there is no {LAST}')
@@ -351,7 +356,7 @@ class RunFolder:
             try:
                 model.save_pretrained(self.path / BEST, config={**about, **settings})
             except Mistake as error:  # a file that somebody else put there must not end a run
-                warn(f'the best model is not saved: {error}')
+                warn(f'best/ keeps the earlier model, if any: {error}')
 
     def finish(self, is_finished: bool) -> None:
         """Close the trackers and release the folder; is_finished: the run has done all its updates,

@@ -160,8 +160,8 @@ def stop_by_ctrl_c() -> Iterator[threading.Event]:
 
 
 def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
-    """Continue each line that the user types, the first one after `text`, in one stream, until the
-    end of the input."""
+    """Continue each line that the user types until the end of the input. All are one stream, and
+    `text` stands before the first line."""
     ids = [tokenizer.eot, *tokenizer.encode(text)]  # tokens that the model has not read yet
     state = None
     at_terminal = sys.stdin.isatty()

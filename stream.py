@@ -178,7 +178,7 @@ class Stream:
         rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
         spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
-        Mistake if the user's rows, or even a single row, do not fit."""
+        Mistake if the rows that the user has chosen, or even a single row, do not fit."""
         while True:
             was_compiled = fused.enabled
             fits = self.runs_in_memory(chunk, spare)

@@ -95,7 +95,7 @@ baseline_lr = 2e-3             # AdamW, for all weights of arch = 'lstm'
 seed = 1337                    # of the initial weights and the order in which shards are read
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
 dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a GPU), 'bfloat16', or
-                               # 'auto' (bfloat16 where it is fast; Muon uses it there anyway)
+                               # 'auto' (bfloat16 where it is fast; Muon uses it there always)
 compile = True                 # compile fused functions with torch.compile, if that works
 graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
@@ -121,8 +121,8 @@ SIZES = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
-# What a resumed run keeps, besides its data; the command line may change every other setting. For
-# device, dtype and threads, 'auto' and 0 then stand for what the run had.
+# What a resumed run keeps, besides its data; the command line may change every other setting.
+# device = 'auto', dtype = 'auto' and threads = 0 keep what the run had.
 FIXED = (*SIZES, 'tokens_per_step', 'seed', 'init_from')
 
 
@@ -190,6 +190,8 @@ def main(config: Settings) -> int:
 
     rank, world, device_ = common.join_ranks(device, threads)
     amp = common.pick_dtype(dtype, device_)
+    common.compare_ranks(common.shared(config), folder.step, device_[:4])
+    common.compare_ranks(amp, bf16_is_fast(device_))
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
     captured = {} if graphs and device_.startswith('cuda') and mode == 'fast' else None
@@ -217,6 +219,7 @@ def main(config: Settings) -> int:
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
         )
     shards = fingerprint([*train_shards, *val_shards])
+    common.compare_ranks(shards)
 
     # model
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
@@ -231,7 +234,7 @@ def main(config: Settings) -> int:
     elif init_from:
         take_weights(model, init_from)
     model = model.to(device_)
-    common.synchronize(model, config, folder.step, shards, amp, bf16_is_fast(device_))
+    common.share_weights(model)
     model.graphs = captured is not None
 
     # On a GPU the trials of memory leave room for the optimizers' moments, and a twentieth for CUDA

@@ -266,6 +266,8 @@ def main(config: Settings) -> int:
         from gym_sokoban import JumanjiEnv as board_class
 
     rank, world, device_ = common.join_ranks(device, threads)
+    amp = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    common.compare_ranks(common.shared(config), folder.step, device_[:4], amp)
     if n_envs % world and not eval_only:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
@@ -275,13 +277,14 @@ def main(config: Settings) -> int:
 
     # model
     sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
-    sizes['dtype'] = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    sizes['dtype'] = amp
     model = build_agent(AgentConfig(**sizes))
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
         take_weights(model, init_from)
     model = model.to(device_)
+    common.share_weights(model)
     set_precision(model)
     fused.enabled = compile
 
@@ -298,7 +301,7 @@ def main(config: Settings) -> int:
     if download and rank == 0 and world > 1:
         dist.barrier()
     eval_crc, levels_crc = zlib.crc32(eval_levels), None if eval_only else zlib.crc32(train_levels)
-    common.synchronize(model, config, folder.step, eval_crc, levels_crc, sizes['dtype'])
+    common.compare_ranks(eval_crc, levels_crc)
 
     if eval_only:
         result = evaluate(model, eval_levels, device_, time_limit=time_limit)

@@ -64,7 +64,7 @@ NEUTRAL = (
     *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
 DATA = ('data_dir', 'levels_dir')
-# Seconds that torchrun leaves its ranks to save after a signal; by default 30.
+# Seconds for which torchrun lets its ranks save after SIGTERM before it kills them; by default 30.
 SHUTDOWN = {'TORCH_ELASTIC_SHUTDOWN_TIMEOUT': '110'}
 
 

@@ -269,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_opened_does_not_give_way(tmp_path):
 def test_a_strange_file_in_the_best_model_ends_no_run(tmp_path, capsys):
     refuses = Mock(save_pretrained=Mock(side_effect=Mistake('notes.txt')))
     open_folder(tmp_path).save_best(refuses, step=1)
-    assert 'warning: the best model is not saved: notes.txt' in capsys.readouterr().err
+    assert 'warning: best/ keeps the earlier model, if any: notes.txt' in capsys.readouterr().err
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_not_called_damaged(tmp_path, monkeypatch):

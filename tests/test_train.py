@@ -284,7 +284,7 @@ def train_as_own_rank(argv, changes):
 def test_ranks_start_with_the_same_settings_and_weights(data, trained, tmp_path):
     """Other settings are refused; the weights are those of rank 0."""
     argv = lm_arguments(data, tmp_path, max_iters=1, val_streams=4)
-    message = 'the ranks have other settings'
+    message = 'the ranks differ in settings'
     changes = [[], ['--learning_rate=0.3']]
     assert all(message in x for x in run_ranks(2, train_as_own_rank, argv, changes))
     argv.append(f'--init_from={trained / "recurrent"}')
