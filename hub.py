@@ -185,7 +185,8 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     old = {file for pattern in derived for file in path.glob(pattern) if file.is_file()}
     found = set(path.glob('[!.]*'))  # no hidden files
     others = {file.name for file in found - old} - {CONFIG, WEIGHTS, CARD}
-    if path.is_file() or found and (others or kind not in read_json(path / CONFIG)):
+    is_foreign = found and (others or kind not in read_json(path / CONFIG))
+    if is_foreign or path.is_file():
         raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
     remove_temporary(path)

@@ -119,11 +119,12 @@ def load_checkpoint(path: Path) -> dict:
             raise TypeError('it has no settings, or no step')
         return saved
     except (OSError, zipfile.BadZipFile, *UNREADABLE) as error:
-        # Only EINVAL, of a seek, tells of damage: otherwise the file cannot be read at the moment.
-        is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-        if is_of_system:
+        # A file that the system cannot read may be whole. But a damaged one can make zipfile seek
+        # to a negative position, which is EINVAL.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             error.filename = str(path)
-        if is_of_system or out_of_memory(error):
+            raise
+        if out_of_memory(error):
             raise
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:

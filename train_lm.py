@@ -95,7 +95,7 @@ baseline_lr = 2e-3             # AdamW, for all weights of arch = 'lstm'
 seed = 1337                    # of the initial weights and the order in which shards are read
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
 dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a GPU), 'bfloat16', or
-                               # 'auto' (bfloat16 where it is fast; Muon uses it there always)
+                               # 'auto' (bfloat16 where it is fast; there Muon always uses it)
 compile = True                 # compile fused functions with torch.compile, if that works
 graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
@@ -190,8 +190,8 @@ def main(config: Settings) -> int:
 
     rank, world, device_ = common.join_ranks(device, threads)
     amp = common.pick_dtype(dtype, device_)
-    common.compare_ranks(common.shared(config), folder.step, device_[:4])
-    common.compare_ranks(amp, bf16_is_fast(device_))
+    processor = torch.device(device_).type, amp, bf16_is_fast(device_)
+    common.compare_ranks(common.shared(config), folder.step, processor)
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
     captured = {} if graphs and device_.startswith('cuda') and mode == 'fast' else None

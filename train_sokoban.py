@@ -266,8 +266,9 @@ def main(config: Settings) -> int:
         from gym_sokoban import JumanjiEnv as board_class
 
     rank, world, device_ = common.join_ranks(device, threads)
-    amp = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
-    common.compare_ranks(common.shared(config), folder.step, device_[:4], amp)
+    dtype_ = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    processor = torch.device(device_).type, dtype_
+    common.compare_ranks(common.shared(config), folder.step, processor)
     if n_envs % world and not eval_only:
         raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
@@ -277,7 +278,7 @@ def main(config: Settings) -> int:
 
     # model
     sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
-    sizes['dtype'] = amp
+    sizes['dtype'] = dtype_
     model = build_agent(AgentConfig(**sizes))
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
@@ -300,7 +301,8 @@ def main(config: Settings) -> int:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     if download and rank == 0 and world > 1:
         dist.barrier()
-    eval_crc, levels_crc = zlib.crc32(eval_levels), None if eval_only else zlib.crc32(train_levels)
+    eval_crc = zlib.crc32(eval_levels)
+    levels_crc = None if eval_only else zlib.crc32(train_levels)
     common.compare_ranks(eval_crc, levels_crc)
 
     if eval_only:

@@ -357,7 +357,7 @@ def find_plan(name: str) -> Plan:
     if name in PLANS:
         return PLANS[name]
     if name not in modules:
-        raise Mistake(f'{name!r} is no plan: choose one of {", ".join([*PLANS, *modules])}')
+        raise Mistake(f'{name!r} is no plan: choose one of {", ".join(names_of_plans())}')
     return importlib.import_module(modules[name]).PLAN
 
 

@@ -64,8 +64,7 @@ NEUTRAL = (
     *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
 DATA = ('data_dir', 'levels_dir')
-# Seconds for which torchrun lets its ranks save after SIGTERM before it kills them; by default 30.
-SHUTDOWN = {'TORCH_ELASTIC_SHUTDOWN_TIMEOUT': '110'}
+SAVE_SECONDS = 110  # after a SIGTERM, until torchrun kills its ranks; its default is 30
 
 
 class Parser(argparse.ArgumentParser):
@@ -231,7 +230,7 @@ def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:
 #SBATCH --time=24:00:00 --requeue --signal=B:TERM@120
 # A job saves two minutes before its time limit: submit this again, and unfinished runs resume.
 cd {shlex.quote(os.getcwd())}
-export {' '.join(map('='.join, SHUTDOWN.items()))}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVE_SECONDS}
 commands=({shlex.join(commands)})
 eval exec "${{commands[SLURM_ARRAY_TASK_ID]}}"
 """)
@@ -255,7 +254,11 @@ def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subproc
     """Start or resume a run. Its stdout.txt gets the command, and what the run prints."""
     command, folder = command_of(run, args), args.out / run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    env = {'OMP_NUM_THREADS': str(threads), **SHUTDOWN, **os.environ}
+    env = {
+        'OMP_NUM_THREADS': str(threads),
+        'TORCH_ELASTIC_SHUTDOWN_TIMEOUT': str(SAVE_SECONDS),
+        **os.environ,
+    }
     with open(folder / 'stdout.txt', 'a', encoding='utf-8') as file:
         print(shlex.join(command), file=file, flush=True)
         return subprocess.Popen(

@@ -19,6 +19,7 @@ from small_runs import StopAt, assert_equal, error_of, lm_arguments, read_log, r
 from small_runs import train_lm_as_rank
 
 import baselines
+import common
 import data_fineweb
 import graphs
 import model
@@ -189,7 +190,9 @@ def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_pat
     assert f'other shards than those in {copy}' in error
 
 
-def test_a_checkpoint_is_refused_if_its_parts_do_not_fit(data, tmp_path, capfd):
+def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
+    data, tmp_path, monkeypatch, capfd
+):
     run_lm(data, tmp_path, max_iters=2)
     path, saved = tmp_path / LAST, last_of(tmp_path)
     argv = [f'--out_dir={tmp_path}', '--resume=True']
@@ -200,6 +203,9 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit(data, tmp_path, capfd):
     ):
         torch.save(saved | damage, path)
         assert f'{path}: ' in error_of(capfd, train_lm, argv)
+    torch.save(saved, path)
+    monkeypatch.setattr(common, 'agree', lambda *values: 2 not in values)
+    assert 'the ranks differ in settings, data, checkpoints' in error_of(capfd, train_lm, argv)
 
 
 # ---- graphs and ranks
@@ -270,7 +276,7 @@ def test_ranks_and_micro_batches_change_only_rounding(data, tmp_path):
     assert resume(two, '--max_iters=5') == 0
     assert run_ranks(2, resume, one, '--max_iters=5') == [0, 0]
     by_one, by_two = (read_log(folder)[-1]['train_loss'] for folder in (two, one))
-    assert by_two == pytest.approx(by_one, rel=2e-3)
+    assert by_two == pytest.approx(by_one, rel=1e-4)
 
 
 def train_as_own_rank(argv, changes):

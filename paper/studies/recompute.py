@@ -32,7 +32,6 @@ from paper.figures import (
     summarize,
 )
 from paper.studies import depth, depth_agents, initial_scale
-from paper.studies.depth import whole_blocks
 
 RESULTS = PUBLISHED.parent
 WIDTHS = {f'to_{2 * n}': n for n in (16, 32, 64, 128, 256, 512, 1024, 2048)}  # positions
@@ -99,7 +98,7 @@ def language_models() -> None:
             by_depth += [points] if step == 688 else []
             point = {'panel': 'n8 - r4', 'line': VALUES[value], 'MB': step * 0.01024}
             by_length.append(gain(part, value) | point)
-    blocks = whole_blocks(depth.TABLE, depth.ALLOCATIONS)
+    blocks = depth.whole_blocks(depth.TABLE, depth.ALLOCATIONS)
     registered = DataFrame({'y': blocks.mean(), 'sem': blocks.sem()})
     registered = registered.reset_index(names=['recurrent', 'n_layer'])
     registered['line'] = np.where(registered['recurrent'], 'recurrent', 'non-recurrent')
