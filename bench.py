@@ -39,20 +39,19 @@ from configurator import Mistake, configure, first_line, run_script
 import torch
 import torch.distributed as dist
 
-import common
-import forms
-import recompute
+from support import ranks as common
+import unroll as recompute
 import train_lm
 import train_sokoban
-from boxoban import generate
-from common import Gradients, print0
+from levels import generate
+from support.ranks import Gradients, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
-from files import write_json, write_text
-from graphs import fused, graphed
+from support.files import write_json, write_text
+from support.compiling import fused, graphed
 from model import ModelConfig, State, build_model, randomize
 from sokoban import ACTION_STREAM, SokobanEnv, board_keys, random_bits, sample_actions
-from stream import Stream
+from support.stream import Stream
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -184,6 +183,8 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
     stream.choose_rows(chunk, spare)
     if graphs is not None and fused.enabled:
+        import kernels as forms  # needs triton
+
         for line in forms.choose_forms(model, stream.rows, machine.amp):
             print0(line)
         stream.choose_rows(chunk, spare)
@@ -224,7 +225,9 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
-        if fused.enabled:
+        if fused.enabled and model.head.is_cuda:
+            import kernels as forms  # needs triton
+
             forms.choose_forms(model, cell.B, machine.amp)
         decoder = Decoder(model, cell.B, amp=machine.amp)
         decoder.load(state)

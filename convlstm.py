@@ -55,10 +55,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import common
-from graphs import fused
-from hub import PublishedModel
-from kernels import EPS, gate_weights
+from support import ranks as common
+from support.compiling import fused
+from support.export import PublishedModel
+from support.ops import EPS, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The planes of Sokoban's observations (boxoban.py) as (channel, value). Channel 0 holds nothing,

@@ -44,10 +44,10 @@ from configurator import Mistake, configure, first_line, run_script
 import filelock
 import numpy as np
 
-from common import error_explainer, every
-from files import remove_temporary
-from hub import HUB_ERRORS, call_hub, pin_revision
-from loader import (
+from support.ranks import error_explainer, every
+from support.files import remove_temporary
+from support.export import HUB_ERRORS, call_hub, pin_revision
+from support.loader import (
     READY_MADE,
     read_meta,
     read_shard,
@@ -56,7 +56,7 @@ from loader import (
     write_meta,
     write_shard,
 )
-from text import (
+from support.text import (
     READERS,
     REAL_VOCAB,
     TOKENIZERS,

@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphs import fused, graphed, using
-from kernels import Heads, in_window, norm, rope_table, rotate, to_experts
-from layer import head_input, layer, step
-from loss import softcap
-from model import LanguageModel, State
-from stream import Stream, replace
+from support.compiling import fused, graphed, using
+from support.ops import Heads, in_window, norm, rope_table, rotate, to_experts
+from model import LanguageModel, State, head_input, layer, softcap, step
+from support.stream import Stream, replace
 
 # ---- a window over a stream of any length ------------------------------------------------------
 

@@ -2,7 +2,7 @@
 next token, and `GPT`, which carries only its attention window from token to token. Both have L
 layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
 
-The equations of a layer are in layer.py. This file has sizes, weights and state, and runs layers
+This file has equations, sizes, weights and state, and runs layers
 over text: by the token loop (unroll.py) in RecurrentGPT, over whole sequences in GPT.
 
 To add a setting, add a field to ModelConfig and a line of the same name to train_lm.py. A list with
@@ -11,6 +11,45 @@ one value per layer may be a setting, too.
 Shapes: B streams, T tokens per chunk, V vocabulary, D width, E experts, L layers, H query heads and
 G key-value heads per expert, K head size, W attention window, C key-value heads in the cache (G
 where experts share it, else E * G).
+
+---- a layer ----
+
+A layer turns the state s into the next s. It also reads z, the token's normalized embedding.
+Experts i = 1..E:
+
+    u             = a s + b z                                   non-recurrent: u = s
+    q_i, k_i, v_i = projections of RMSNorm(u)
+    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      not shared: each expert its own
+    y_i           = u + Wo_i attend(RMSNorm(q_i), RMSNorm(k), v)    with RoPE, over the cache
+    h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
+    s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
+
+A is sum / sqrt(E) by default; `aggregate` has the other aggregations, `merge` the residuals. With
+the aggregation 'mean', shared k and v are divided by E too. The first layer of the recurrent model
+starts from the last layer's s at the token before (`step`), that of the non-recurrent model from s
+= z. Experts share keys and values in the recurrent model, unless share_kv = False, but not in the
+other.
+
+Training in every mode, validation and decoding call `layer`. They differ in the class of the
+linears (kernels.Linear or unroll.DeferredLinear), in the cache, in whether `graphs.fused`
+compiles, and in the Triton forms that replace `attend` and `experts`. Autograd differentiates these
+equations, except where a backward is written by hand: for attention over an unroll.Window, RMSNorm
+on a CPU, the weights of a DeferredLinear and Triton forms.
+
+The caches of keys and values are unroll.Window (training and validation of the recurrent model),
+model.Sequence (whole sequences of the other) and decode.Ring (decoding). Each has `heads`
+(kernels.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k, unrotated,
+v)`, which stores keys and values and returns the attended values.
+
+Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
+heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
+of the router. Matrix products have the dtype `dtype`; s, z and sums over experts stay in the wider
+dtype of the state.
+
+Two choices that the paper leaves open (paper/readings.md lists all of them): every expert of a
+layer reads the same u, and keys are normalized (`split_heads`) after they are summed over experts
+(model.Layer.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
+matrices can be summed before the product without changing the result.
 """
 
 import math
@@ -22,23 +61,312 @@ from configurator import Mistake, check_fields
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphs import fused, using
-from hub import PublishedModel
-from kernels import (
+from support.compiling import fused, has_triton_form, using
+from support.export import PublishedModel
+from support.ops import (
     Heads,
     Linear,
     bf16_is_fast,
     compute_dtype,
+    gate_weights,
+    matmul_into,
+    norm,
     rope_table,
     rotate,
     window_mask,
 )
-from layer import AGGREGATIONS, RESIDUALS, LayerWeights, head_input, layer, norm_to
-from loss import Loss, head_loss, softcap
-from recompute import recomputes, run_chunk
-from unroll import DeferredLinear
+from unroll import DeferredLinear, recomputes, release, run_chunk
+
+
+class LayerWeights(NamedTuple):
+    """Weights of one layer. A matrix W is a kernels.Linear: calling it on x returns x W^T, for each
+    expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
+    weight, or a setting that layers do not share, add a field here and fill it in
+    model.Layer.weights."""
+
+    wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
+    wo: Linear  # (E, D, H K)
+    up: Linear  # (E, 4 D, D)
+    down: Linear  # (E, D, 4 D)
+    window: int  # W, the entries that a token sees, its own included
+    a: Tensor | None = None  # (N, 1), recurrent only, in u = a s + b z
+    b: Tensor | None = None  # (N, 1), recurrent only
+    router_q: Linear | None = None  # (r, 2 D), routed aggregations only
+    router_q_bias: Tensor | None = None  # (r,)
+    router_keys: Linear | None = None  # (E, r)
+    recurrent: bool = False  # whether the layer mixes s and z
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of matrix products."""
+        return self.wqkv.w.dtype
+
+
+# Each aggregation and the exponent of E in the scale of shared keys and values, which are
+# E ** -exponent times their sum over experts.
+AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
+RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `merge`)
+
+
+# ---- fused functions: one kernel each way when compiled ----------------------------------------
+
+
+@fused
+def mix(s: Tensor, z: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the experts' common input u = a s + b z (N, D), and RMSNorm(u) in `dtype`."""
+    u = a * s + b * z
+    return u, norm(u).to(dtype)
+
+
+@fused
+def norm_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return RMSNorm(x) in `dtype`."""
+    return norm(x).to(dtype)
+
+
+@fused
+def split_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, C: int, M: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split rows (N, (C M + 2 C) K) into heads, normalize queries and keys, and rotate them.
+
+    cos, sin: the angles, (K,), or (N, 1, K) if rows differ. Returns queries (N, C M, K), rotated
+    and divided by sqrt(K), the scale of the softmax; keys (N, C, K), rotated; the same keys before
+    rotation, detached, which a cache carries to another position; values (N, C, K)."""
+    K = cos.size(-1)
+    qk, v = qkv.unflatten(-1, (-1, K)).split([C * M + C, C], -2)
+    q, k = norm(qk.to(cos.dtype)).split([C * M, C], -2)
+    k = k.to(qkv.dtype)
+    q = rotate(q, cos, sin) / math.sqrt(K)
+    return q.to(qkv.dtype), rotate(k, cos, sin).to(qkv.dtype), k.detach(), v
+
+
+@fused
+def add_norm(u: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return y = u + x (E, N, D), attention's residual sum, and RMSNorm(y) in `dtype`."""
+    y = u + x
+    return y, norm(y).to(dtype)
+
+
+@fused
+def activation(x: Tensor) -> Tensor:
+    """Apply squared ReLU, the FFN's nonlinearity."""
+    return F.relu(x).square()
+
+
+@fused
+def merge(
+    y: Tensor, x: Tensor, u: Tensor, gates: Tensor | None, aggregation: str, residual: str
+) -> Tensor:
+    """Aggregate the outputs h_i = y_i + x_i of E experts, (E, N, D), and return (N, D).
+
+    residual: 'norm', the recurrent model's rule, returns A(norm(h_1), ..., norm(h_E)). 'expert'
+    returns A(h_1, ..., h_E), in which every expert has added u; 'shared' adds u once and returns
+    u + A(h_1 - u, ..., h_E - u). Raises ValueError for another name."""
+    h = y + x
+    if residual == 'norm':
+        return aggregate(norm(h), gates, aggregation)
+    if residual == 'expert':
+        return aggregate(h, gates, aggregation)
+    if residual == 'shared':
+        return u + aggregate(h - u, gates, aggregation)
+    raise ValueError(f'residual = {residual!r}: unknown')
+
+
+def aggregate(h: Tensor, gates: Tensor | None, aggregation: str) -> Tensor:
+    """Return A(h_1, ..., h_E), (..., D), for h (E, ..., D) and the router's gates a (..., E).
+
+    sqrt_sum is sum(h_i) / sqrt(E); mean is sum(h_i) / E; softmax_mean is sum(a_i h_i) / sum(a_i);
+    softmax_l2 is sum(a_i h_i) / sqrt(sum(a_i^2)). If all gates are equal, softmax_mean is mean and
+    softmax_l2 is sqrt_sum. Raises ValueError for another name."""
+    if aggregation == 'sqrt_sum':
+        return h.sum(0) / math.sqrt(h.size(0))
+    if aggregation == 'mean':
+        return h.mean(0)
+    weights = gate_weights(gates, aggregation)
+    return (weights.movedim(-1, 0).unsqueeze(-1) * h).sum(0)
+
+
+@fused
+def router_input(z: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [z; s] (N, 2 D) in `dtype`."""
+    return torch.cat([z, s], -1).to(dtype)
+
+
+@fused
+def add_bias(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x + bias in `dtype`."""
+    return (x + bias).to(dtype)
+
+
+@fused
+def softmax_gates(scores: Tensor, r: int, dtype: torch.dtype) -> Tensor:
+    """Return the softmax over experts of scores (N, E) / sqrt(r), in `dtype`."""
+    return F.softmax(scores.to(dtype) / math.sqrt(r), -1)
+
+
+# ---- one layer ---------------------------------------------------------------------------------
+
+
+def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
+    """Return the router's gates (N, E): the softmax over experts i of q . k_i / sqrt(r), where
+    q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
+
+    The keys k_i do not depend on the tokens, so model.Layer.weights computes them."""
+    q = w.router_q(router_input(z, s, w.dtype))  # (N, r)
+    q = add_bias(q, w.router_q_bias, w.dtype)
+    return softmax_gates(w.router_keys(q), q.size(-1), s.dtype)
+
+
+@has_triton_form('attention')
+def attend(qkv: Tensor, cache: object) -> Tensor:
+    """Store the keys and values of the rows qkv (N, (C M + 2 C) K) in the cache, attend from their
+    queries, and return the attended values (E, N, H K)."""
+    q, k, unrotated, v = split_heads(qkv, *cache.angles(), cache.heads.C, cache.heads.M)
+    return cache.attend(q, k, unrotated, v)
+
+
+@has_triton_form('experts')
+def experts(
+    w: LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
+) -> Tensor:
+    """Run output projection, FFN and aggregation: from u (N, D) and attended (E, N, H K), return
+    the layer's output (N, D)."""
+    y, x = add_norm(u, w.wo(attended), w.dtype)  # (E, N, D)
+    x = w.down(activation(w.up(x)))
+    residual = 'norm' if w.recurrent else config.residual
+    return merge(y, x, u, gates, config.aggregation, residual)
+
+
+def layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
+    """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
+    cache: this layer's keys and values; config: a model.ModelConfig."""
+    gates = None if w.router_q is None else route(w, s, z)
+    if w.recurrent:
+        u, x = mix(s, z, w.a, w.b, w.dtype)
+    else:
+        u, x = s, norm_to(s, w.dtype)
+    attended = attend(w.wqkv(x), cache)  # (E, N, H K)
+    return experts(w, u, attended, gates, config)
+
+
+def step(weights: list[LayerWeights], s: Tensor, z: Tensor, caches: list, config: object) -> Tensor:
+    """Run all layers of the recurrent model on one token per stream, from the last layer's output s
+    at the token before, and return the last layer's output at this token; s and z are (B, D)."""
+    for w, cache in zip(weights, caches, strict=True):
+        s = layer(w, s, z, cache, config)
+    return s
+
+
+@fused
+def head_input(s: Tensor, config: object) -> Tensor:
+    """Return the head's input (..., D) from the last layer's output s. config: for your edits."""
+    return norm(s)
+
+
+# ---- head and loss -------------------------------------------------------------------------------
+
+SOFTCAP = 15.0  # bound of the logits, see `softcap`
+# Logits in memory at a time: 64 MiB in fp32 on a CPU (and on Apple's GPUs), 512 MiB in bf16 on a
+# GPU.
+LOGITS_PER_SLICE = {'cpu': 2**24, 'cuda': 2**28}
+
+
+class Loss(NamedTuple):
+    """Mean losses per token, in nats."""
+
+    objective: Tensor  # minimized by training
+    cross_entropy: Tensor  # reported
+
+
+def softcap(x: Tensor) -> Tensor:
+    """Return SOFTCAP * tanh(x / SOFTCAP), which lies between -SOFTCAP and SOFTCAP."""
+    return SOFTCAP * torch.tanh(x / SOFTCAP)
+
+
+@fused
+def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
+    """Return the training objective and the cross-entropy, summed over rows, in nats. logits (N, V)
+    are those before the soft-cap (`scores`, after it, are what LanguageModel returns as logits);
+    targets (N,); config: the model's, for settings of the objective."""
+    scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
+    # Add terms that only training sees, such as a z-loss of the scores, here, summed over rows: the
+    # caller divides by their number.
+    objective = cross_entropy
+    return objective, cross_entropy
+
+
+@has_triton_form('loss')
+def slice_loss(
+    logits: Tensor, targets: Tensor, scale: float, config: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return objective and cross-entropy as `losses`, and `scale` times the gradient of the
+    objective with respect to the logits, in their dtype."""
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        objective, cross_entropy = losses(logits, targets, config)
+        (grad,) = torch.autograd.grad(objective, logits, torch.full_like(objective, scale))
+    return objective.detach(), cross_entropy.detach(), grad
+
+
+def rows_per_slice(N: int, V: int, device: str) -> int:
+    """Return the number of rows per slice of N rows; device: 'cpu', 'cuda' or 'mps'."""
+    min_slices = math.ceil(N * V / LOGITS_PER_SLICE.get(device, LOGITS_PER_SLICE['cpu']))
+    # prefer slices of equal size: a shorter last one would be compiled separately
+    for slices in range(min_slices, 2 * min_slices):
+        if N % slices == 0:
+            return N // slices
+    return math.ceil(N / min_slices)
+
+
+class HeadLoss(torch.autograd.Function):
+    """Compute head and mean losses. If gradients are wanted, the forward computes them too, while
+    it has the logits; if not, both losses are the cross-entropy."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype, config, wants_grads):
+        N = len(x)
+        rows = rows_per_slice(N, len(weight), x.device.type)
+        w = weight.to(dtype)
+        total = torch.zeros(2, dtype=x.dtype, device=x.device)
+        if wants_grads:
+            dx, dw = torch.empty_like(x), torch.zeros_like(weight)
+            ctx.save_for_backward(dx, dw)
+        for i in range(0, N, rows):
+            x_i, targets_i = x[i : i + rows].to(dtype), targets[i : i + rows]
+            logits = x_i @ w.t()
+            if not wants_grads:
+                total += losses(logits, targets_i, config)[1]
+                continue
+            objective, cross_entropy, dlogits = slice_loss(logits, targets_i, 1 / N, config)
+            total += torch.stack([objective, cross_entropy])
+            dx[i : i + rows] = dlogits @ w
+            matmul_into(dlogits.t(), x_i, dw.dtype, total=dw)
+        objective, cross_entropy = (total / N).unbind()
+        ctx.mark_non_differentiable(cross_entropy)
+        return objective, cross_entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, _):
+        dx, dw = ctx.saved_tensors
+        return g * dx, g * dw, None, None, None, None
+
+
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Loss:
+    """Return the mean losses of the logits x @ weight^T. x (N, D), weight (V, D), targets (N,)
+    int64. Where no gradient is wanted, both losses are the cross-entropy."""
+    wants_grads = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    dtype = compute_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return Loss(*HeadLoss.apply(x, weight, targets, dtype, config, wants_grads))
+
+
+# ---- sizes and state -----------------------------------------------------------------------------
 
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
@@ -321,6 +649,10 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         core = 2 * matrices + attention + router
         return {'core': float(core), 'head': float(2 * self.head.numel())}
 
+    def release(self) -> None:
+        """Free the memory of blocks (unroll.py)."""
+        release()
+
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return parameters by optimizer: 'matrices' for Muon; 'embedding', 'head' and 'scalars'
         for AdamW. A head that is tied to the embedding is in 'head', which learns more slowly."""
@@ -374,7 +706,7 @@ class RecurrentGPT(LanguageModel):
         with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
             weights = self.layer_weights(len(z), dtype, linear)
             out, new = run_chunk(
-                z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
+                step, z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
             )
         return out.transpose(0, 1), State(*new)
 

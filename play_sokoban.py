@@ -10,7 +10,6 @@ Arrows show the agent's plan, as a probe (paper/probe.py) reads it from the agen
 on a cell is the direction in which the agent will step onto it. Without a terminal, one game is
 printed as text; a terminal that cannot show the symbols gets ASCII.
 
-All pictures of boards in this project are drawn here.
 """
 
 import contextlib
@@ -32,11 +31,11 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-import common
-from boxoban import AGENT, SIZE, WALL, board_text, select_levels
+from support import ranks as common
+from levels import WALL, board_text, plan_image, save_gif, select_levels
 from convlstm import PROBE, Agent, load_agent
-from files import read_tensors, write_atomic
-from hub import load_weights
+from support.files import read_tensors
+from support.export import load_weights
 from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
 
 # fmt: off
@@ -72,97 +71,6 @@ EASY = {
     'levels_dir': '',
     'time_limit': TIME_LIMIT,
 }
-
-
-# ----------------------------------------------------------------------------- pictures
-
-COLORS = {
-    'floor': (240, 234, 220),
-    'mortar': (62, 70, 84),
-    'brick': (88, 99, 117),
-    'target': (204, 121, 167),
-    'box': (222, 170, 98),
-    'box edge': (150, 100, 45),
-    'box on target': (86, 180, 233),
-    'box on target, edge': (0, 85, 140),
-    'agent': (45, 105, 185),
-    'eye': (255, 255, 255),
-}
-
-
-def draw_tiles(cell: int) -> ndarray:
-    """Return pictures (7, cell, cell, 3) uint8 of Boxoban's characters '# .$*@+', drawn at four
-    times the size and averaged."""
-    v, u = np.mgrid[-1 : 1 : 4j * cell, -1 : 1 : 4j * cell]  # rows, columns
-    square, radius = np.maximum(abs(u), abs(v)), np.hypot(u, v)
-    cross = (abs(abs(u) - abs(v)) < 0.16) & (square < 0.64)
-    bricks = (v % 1 > 0.08) & ((u + (v > 0)) % 2 > 0.08)
-    ring = (radius < 0.54) & (radius > 0.34)
-    eyes = (abs(u) - 0.27) ** 2 + (v + 0.14) ** 2 < 0.022
-    # the shapes of each character, from the bottom to the top
-    wall = [(square < 2, 'mortar'), (bricks, 'brick')]
-    floor = []
-    target = [(ring, 'target'), (radius < 0.17, 'target')]
-    box = [(square < 0.82, 'box edge'), (square < 0.64, 'box'), (cross, 'box edge')]
-    box_on_target = [
-        (square < 0.82, 'box on target, edge'),
-        (square < 0.64, 'box on target'),
-        (ring | (radius < 0.17), 'box on target, edge'),
-    ]
-    agent = [(radius < 0.74, 'agent'), (eyes, 'eye')]
-    agent_on_target = [*agent, (abs(radius - 0.86) < 0.07, 'target')]
-    characters = (wall, floor, target, box, box_on_target, agent, agent_on_target)
-    pictures = np.full((7, 4 * cell, 4 * cell, 3), COLORS['floor'], float)
-    for picture, shapes in zip(pictures, characters, strict=True):
-        for mask, name in shapes:
-            picture[mask] = COLORS[name]
-    return pictures.reshape(7, cell, 4, cell, 4, 3).mean((2, 4)).round().astype(np.uint8)
-
-
-def board_image(board: ndarray, cell: int = 24) -> ndarray:
-    """Return an RGB picture (10 cell, 10 cell, 3) uint8 of an observation (10, 10, 2)."""
-    characters = board_text(board).replace('\n', '')
-    tiles = draw_tiles(cell)[['# .$*@+'.index(char) for char in characters]]
-    tiles = tiles.reshape(SIZE, SIZE, cell, cell, 3)  # (row, column, y, x, channel)
-    return tiles.swapaxes(1, 2).reshape(SIZE * cell, SIZE * cell, 3)
-
-
-def plan_image(board: ndarray, plan: ndarray, truth: ndarray | None = None) -> ndarray:
-    """Return the picture of an observation with the arrows of a plan.
-
-    plan (10, 10): 0..3 for up, right, down, left, -1 for no arrow. The agent's cell gets none.
-    truth: the directions that the agent will take, in the same form. Arrows are dark, except that
-    those that differ from `truth` are white with an orange rim.
-    """
-    cell = 24
-    picture = board_image(board, cell)
-    v, u = np.mgrid[-1 : 1 : 1j * cell, -1 : 1 : 1j * cell]  # rows, columns
-    triangle = (abs(u) < 0.5 * v + 0.3) & (abs(v) < 0.5)  # points up
-    rim = (abs(u) < 0.5 * v + 0.5) & (abs(v) < 0.62) & ~triangle
-    for y, x in np.argwhere((plan >= 0) & (board[..., 0] != AGENT)):
-        is_wrong = truth is not None and truth[y, x] != plan[y, x]
-        tile = picture[cell * y : cell * (y + 1), cell * x : cell * (x + 1)]
-        tile[np.rot90(rim, -plan[y, x])] = (213, 94, 0) if is_wrong else (255, 255, 255)
-        tile[np.rot90(triangle, -plan[y, x])] = (255, 255, 255) if is_wrong else (20, 40, 70)
-    return picture
-
-
-def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
-    """Write pictures (H, W, 3) as an endless animation, `ms` per frame and 8 * ms for the last. In
-    a long game `ms` is smaller, so that the animation lasts at most 655 s."""
-    from PIL import Image
-
-    # Pillow shows equal frames as one, whose duration has 16 bits, in units of 10 ms
-    ms = min(ms, 10 * 0xFFFF // (len(frames) + 7))
-
-    first, *rest = map(Image.fromarray, frames)
-    options = {
-        'save_all': True,
-        'append_images': rest,
-        'duration': [ms] * len(rest) + [8 * ms],
-        'loop': 0,
-    }
-    write_atomic(path, lambda file: first.save(file, format='GIF', **options))
 
 
 # ----------------------------------------------------------------------------- one game

@@ -28,15 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import common
-from baselines import LSTM
+from support import ranks as common
+from lstm import LSTM
 from decode import Decoder, progress
-from forms import choose_forms
-from hub import CARD, export_in
+from support.export import CARD, export_in
 from model import EVAL_CHUNK, LanguageModel
-from run import CONFIG, WEIGHTS, settings_of
-from stream import Stream
-from text import VOCAB, Tokenizer, get_tokenizer, read_text
+from support.run_folder import CONFIG, WEIGHTS, settings_of
+from support.stream import Stream
+from support.text import VOCAB, Tokenizer, get_tokenizer, read_text
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -218,8 +217,11 @@ def main() -> None:
 
     if isinstance(model, LSTM):
         raise Mistake(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
-    for line in choose_forms(model, 1, amp):
-        print(line, file=sys.stderr)
+    if model.head.is_cuda:
+        from kernels import choose_forms  # needs triton
+
+        for line in choose_forms(model, 1, amp):
+            print(line, file=sys.stderr)
     decoder = Decoder(
         model,
         B=1,

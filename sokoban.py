@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from boxoban import AGENT, BOX, CELLS, DELTA, PLAYER, SIZE, TARGET, WALL, unpack
-from common import every, fill, print0
+from levels import AGENT, BOX, CELLS, DELTA, PLAYER, SIZE, TARGET, WALL, unpack
+from support.ranks import every, fill, print0
 
 TIME_LIMIT = 120  # default: most steps of an episode
 EVALUATION_BATCH = 256  # boards that are evaluated at once
@@ -187,6 +187,51 @@ class SokobanEnv:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for name in self.STATE:
             fill(getattr(self, name), state[name])
+
+
+class JumanjiEnv(SokobanEnv):
+    """The same boards, moved by Jumanji's own Sokoban-v0.
+
+    Raises Mistake if a level has fewer than four boxes. jumanji and jax are imported nowhere else,
+    and the jax that requirements.txt pins runs on the CPU.
+    """
+
+    def __init__(self, *args: object, **options: object):
+        super().__init__(*args, **options)
+        if ((self.grids & BOX) > 0).sum(1).min() < 4:
+            raise Mistake("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
+        import jax
+        from jumanji.environments import Sokoban
+        from jumanji.environments.routing.sokoban import generator, types
+
+        # this generator is never called; others download their levels when they are created
+        game = Sokoban(generator.ToyGenerator(), time_limit=self.time_limit)
+        self.State = types.State
+        self.play = jax.jit(jax.vmap(game.step))
+
+    def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convert the boards to Jumanji's state, play its step and convert the result back."""
+        board = self.observe().cpu().numpy()
+        agent = self.agent.cpu().numpy().astype(np.int32)
+        before = self.State(
+            key=np.zeros((self.N, 2), np.uint32),
+            variable_grid=board[..., 0],
+            fixed_grid=board[..., 1],
+            agent_location=np.stack(np.divmod(agent, SIZE), 1),
+            step_count=self.steps.cpu().numpy().astype(np.int32),
+        )
+        _, after = self.play(before, action.cpu().numpy().astype(np.int32))
+        grid, steps = after.observation.grid, after.observation.step_count
+        results = (grid, steps, after.reward, after.last(), after.extras['solved'])
+        grid, steps, reward, done, solved = (
+            torch.from_numpy(np.array(x)).to(action.device) for x in results
+        )
+        variable, fixed = grid.flatten(1, 2).unbind(-1)
+        self.grid.copy_(fixed | (variable & BOX))
+        self.agent.copy_((variable == AGENT).int().argmax(1))
+        self.steps.copy_(steps)
+        self.total.add_(reward)
+        return reward, done, solved
 
 
 def replay(levels: ndarray, actions: ndarray) -> ndarray:

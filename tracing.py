@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import Linear, in_window, rope_table, to_experts
-from layer import layer, norm_to, step
-from model import LanguageModel
+from support.ops import Linear, in_window, rope_table, to_experts
+from model import LanguageModel, layer, norm_to, step
 
 
 class Trace(NamedTuple):

@@ -22,21 +22,20 @@ from configurator import Mistake, Settings, configure, run_script
 import torch
 import torch.distributed as dist
 
-import common
-from baselines import build_lstm
-from common import Gradients, gather, print0
-from forms import choose_forms
-from graphs import fused, graphed
-from hub import init_from as take_weights
-from hub import load_weights, sizes_in
-from kernels import bf16_is_fast
-from loader import Loader, find_shards, fingerprint, load_val
+from support import ranks as common
+from lstm import build_lstm
+from support.ranks import Gradients, gather, print0
+from support.compiling import fused, graphed
+from support.export import init_from as take_weights
+from support.export import load_weights, sizes_in
+from support.ops import bf16_is_fast
+from support.loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
-from muon import Muon
-from plots import plot_losses
-from run import BEST, RunFolder, Stopper, restoring, settings_of
-from stream import Stream
-from text import VOCAB, token_bytes
+from support.muon import Muon
+from support.plots import plot_losses
+from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
+from support.stream import Stream
+from support.text import VOCAB, token_bytes
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -259,6 +258,8 @@ def main(config: Settings) -> int:
         chunk = train.backward_chunk(1.0, loss_sum)
         train.choose_rows(chunk, spare, fixed=batch_size > 0)
         if captured is not None and fused.enabled:
+            from kernels import choose_forms  # needs triton
+
             for line in choose_forms(model, train.rows, amp):
                 print0(line)
             # Compile again with these forms. Ranks may choose different ones, but all join in.

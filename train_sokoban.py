@@ -35,19 +35,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import common
-from boxoban import load_level_sets, select_levels
-from common import Gradients, fill, gather, print0
+from support import ranks as common
+from levels import load_level_sets, select_levels
+from support.ranks import Gradients, fill, gather, print0
 from convlstm import AgentConfig, build_agent, set_precision
-from files import write_json
-from graphs import fused, graphed
-from hub import init_from as take_weights
-from hub import load_weights, sizes_in
-from plots import plot_returns
-from run import BEST, RunFolder, Stopper, restoring, settings_of
+from support.files import write_json
+from support.compiling import fused, graphed
+from support.export import init_from as take_weights
+from support.export import load_weights, sizes_in
+from support.plots import plot_returns
+from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
+    JumanjiEnv,
     SokobanEnv,
     board_keys,
     evaluate,
@@ -262,8 +263,8 @@ def main(config: Settings) -> int:
         common.need_packages(tensorboard=tensorboard, wandb=wandb)
     board_class = SokobanEnv
     if env == 'jumanji' and not eval_only:
-        common.need_packages(jumanji=True, jax=True, gymnasium=True)
-        from gym_sokoban import JumanjiEnv as board_class
+        common.need_packages(jumanji=True, jax=True)
+        board_class = JumanjiEnv
 
     rank, world, device_ = common.join_ranks(device, threads)
     dtype_ = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')

@@ -34,12 +34,12 @@ import pandas
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
-from boxoban import load_levels
-from common import pick_device
+from levels import load_levels
+from support.ranks import pick_device
 from convlstm import load_agent
-from files import write_text
+from support.files import write_text
 from paper.sweep import NEUTRAL, Parser, matching, path
-from run import log_of, settings_of
+from support.run_folder import log_of, settings_of
 from sokoban import evaluate
 
 PUBLISHED = Path(__file__).with_name('results') / 'paper'  # results of the paper and of others

@@ -46,10 +46,10 @@ from configurator import Mistake, Script
 
 import torch
 
-from baselines import build_lstm
+from lstm import build_lstm
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from model import RESIDUALS, ModelConfig, build_model
-from text import VOCAB
+from support.text import VOCAB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUDIES = ROOT / 'paper' / 'studies'

@@ -52,12 +52,11 @@ from matplotlib.figure import Figure
 from numpy import ndarray
 from torch import Tensor, nn
 
-import common
-from boxoban import AGENT, CELLS, load_level_sets
+from support import ranks as common
+from levels import AGENT, CELLS, load_level_sets, plan_image
 from convlstm import PLANES, Agent, build_agent, load_agent
-from files import write_atomic, write_json, write_tensors, write_text
-from play_sokoban import plan_image
-from run import OF_A_CALL
+from support.files import write_atomic, write_json, write_tensors, write_text
+from support.run_folder import OF_A_CALL
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 
 # -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from configurator import Mistake, first_line, run_script
 import torch
 from pandas import DataFrame, Series
 
-from common import every, print0
+from support.ranks import every, print0
 from convlstm import SIZES as AGENT_SIZES
 from model import ModelConfig
 from paper.plans import (
@@ -54,7 +54,7 @@ from paper.plans import (
     updates,
     vary,
 )
-from run import OF_A_CALL, Stopper, log_of, settings_of
+from support.run_folder import OF_A_CALL, Stopper, log_of, settings_of
 
 # Settings that a trainer may take from the weights in init_from.
 SIZES = (*AGENT_SIZES, 'tokenizer', *(field.name for field in fields(ModelConfig)))

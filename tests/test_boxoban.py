@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from small_runs import assert_refused
 
-import boxoban
-from boxoban import BOX, TARGET, board_text, generate, load_level_sets, load_levels, observations
-from boxoban import parse_text, read_file, select_levels
+import levels as boxoban
+from levels import (
+    BOX,
+    TARGET,
+    board_text,
+    generate,
+    load_level_sets,
+    load_levels,
+    observations,
+    parse_text,
+    read_file,
+    select_levels,
+)
 from sokoban import SokobanEnv, replay
 
 # Boxoban's own levels, where a folder above the project holds them
@@ -129,7 +139,7 @@ def test_only_a_missing_split_is_downloaded(tmp_path, monkeypatch):
 
 
 def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_path):
-    missing = f'^{tmp_path}/a b: no hard.npy, hard.txt or hard_000.txt: `python boxoban.py .*--down'
+    missing = f'^{tmp_path}/a b: no hard.npy, hard.txt or hard_000.txt: `python levels.py .*--down'
     assert_refused(missing, load_levels, f'{tmp_path}/a b', 'hard')
     assert_refused("^'none.npy': no such file", load_levels, str(tmp_path), 'none.npy')
 

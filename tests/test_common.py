@@ -9,10 +9,10 @@ import pytest
 import torch
 from small_runs import assert_refused
 
-import common
-import graphs
-from common import Gradients
-from run import Stopper
+from support import ranks as common
+from support import compiling as graphs
+from support.ranks import Gradients
+from support.run_folder import Stopper
 
 
 # ---- standard output that cannot be written

@@ -12,7 +12,7 @@ from processes import ROOT
 from small_runs import assert_refused
 
 from configurator import Mistake, Script, configure, run_script
-from files import write_text
+from support.files import write_text
 
 SCRIPT = '''"""Trains a toy."""
 import math
@@ -155,7 +155,10 @@ def test_what_files_and_the_command_line_set_is_known(tmp_path, configure_toy):
     assert config.from_command_line == {'betas': (0.1, 0.2), 'n_embd': 32}
 
 
-SCRIPTS = [Script(path) for path in (*ROOT.glob('*.py'), *ROOT.glob('paper/*.py'))]
+SCRIPTS = [
+    Script(path)
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('paper/*.py'), *ROOT.glob('support/*.py'))
+]
 
 
 @pytest.mark.parametrize('config', sorted(ROOT.glob('config/*.py')), ids=lambda path: path.stem)

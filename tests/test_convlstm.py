@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from small_runs import assert_refused
 from torch.utils._pytree import tree_map
 
-import graphs
+from support import compiling as graphs
 from convlstm import AgentConfig, ConvGLU, build_agent, load_agent, normal
 
 EPS = 1e-6

@@ -17,9 +17,9 @@ from processes import ROOT
 from small_runs import assert_refused, error_of
 
 import data_fineweb as df
-import text
+from support import text
 from configurator import Script, configure
-from loader import Loader, find_shards, load_val, read_meta, read_shard
+from support.loader import Loader, find_shards, load_val, read_meta, read_shard
 
 DEFAULTS = Script(df.__file__).defaults | {'tokenizer': 'bytes'}
 

@@ -21,7 +21,7 @@ import sample
 from configurator import run_script
 from decode import Decoder
 from model import GPT, RecurrentGPT, State
-from text import get_tokenizer
+from support.text import get_tokenizer
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 on_gpu = [
@@ -108,7 +108,7 @@ def test_errors_in_bf16_are_small(model_type, device):
     expected = expected_logits(reference.exact(model), x)
     decoder = Decoder(model.to(device), 4, amp=torch.bfloat16)
     if device == 'cuda':
-        pytest.importorskip('triton_kernels')  # registers the forms
+        pytest.importorskip('kernels')  # registers the forms
         model.forms = frozenset({'attention', 'experts'})
     for token in x.T:
         decoder.step(token)
@@ -131,7 +131,7 @@ def test_errors_in_bf16_are_small(model_type, device):
 )
 def test_with_triton_forms_it_equals_the_reference(model_type, changes):
     """Three streams start with an empty, a half full and a full window."""
-    pytest.importorskip('triton_kernels')  # registers the forms
+    pytest.importorskip('kernels')  # registers the forms
     model = make(model_type, torch.float32, n_layer=1, n_expert=2, **changes)
     model.forms = frozenset({'attention', 'experts'})
     decoder = Decoder(model, 3)

@@ -12,7 +12,7 @@ from small_runs import error_of
 
 import sample
 from configurator import configure
-from run import load_checkpoint
+from support.run_folder import load_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import ROOT, output_of, start
-from small_runs import agent_arguments, assert_equal, lm_arguments, read_log, run_agent, run_lm
-from small_runs import start_lm
+from small_runs import (
+    agent_arguments,
+    assert_equal,
+    lm_arguments,
+    read_log,
+    run_agent,
+    run_lm,
+    start_lm,
+)
 
-from run import LAST, PREV, load_checkpoint
+from support.run_folder import LAST, PREV, load_checkpoint
 
 
 def wait_for(path, process):
@@ -114,7 +121,7 @@ def hosts():
 
 # train_lm.py with a short time limit for messages between ranks
 IMPATIENT = """import datetime, runpy, sys
-import common
+from support import ranks as common
 common.TIMEOUT = datetime.timedelta(seconds=15)
 runpy.run_path('train_lm.py', run_name='__main__')
 """

@@ -13,11 +13,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import loader
-import run
-import boxoban
+from support import loader, text
+from support import run_folder as run
+import levels as boxoban
 import sokoban
-import text
 import train_lm
 import train_sokoban
 from configurator import Mistake, configure

@@ -11,13 +11,13 @@ from reference import assert_close, gradients
 from small_runs import read_log, run_agent, run_lm, write_shards
 
 import bench
-import forms
-import graphs
-import recompute
+import kernels as forms
+from support import compiling as graphs
+import unroll as recompute
 import unroll
 from configurator import configure
 from model import ModelConfig, RecurrentGPT, randomize
-from run import load_checkpoint
+from support.run_folder import load_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,7 +148,7 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
     """Three chunks of three blocks run with these forms, faster or not, and the rest compiled. With
     'blocks' the blocks are captured and replayed."""
     if names:
-        pytest.importorskip('triton_kernels')  # registers the forms
+        pytest.importorskip('kernels')  # registers the forms
     monkeypatch.setattr(unroll, 'BLOCK', 10)
     monkeypatch.setattr(recompute, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
     torch.manual_seed(0)

@@ -12,12 +12,11 @@ from gymnasium.vector import AutoresetMode
 from small_runs import assert_refused
 from test_boxoban import numbered, text
 
-import gym_sokoban
-from boxoban import board_text, generate, observations, parse_text
-from play_sokoban import board_image
-from sokoban import TIME_LIMIT, SokobanEnv, random_bits
+import sokoban_gym as gym_sokoban
+from levels import board_image, board_text, generate, observations, parse_text
+from sokoban import TIME_LIMIT, JumanjiEnv, SokobanEnv, random_bits
 
-NAME = 'gym_sokoban:ParallelExperts/Sokoban-v0'
+NAME = 'sokoban_gym:ParallelExperts/Sokoban-v0'
 UP, RIGHT, DOWN = 0, 1, 2
 ONE = parse_text(numbered([text('#@$.     #')]), 'one')
 jumanji = pytest.mark.skipif(
@@ -104,7 +103,7 @@ def test_parity_with_jumanji():
     levels, solutions = generate(n, 4, 5, max_moves=40)
     table = np.array([np.pad(actions, (0, TIME_LIMIT - len(actions))) for actions in solutions])
     limit = {'time_limit': 100}  # not the default of either
-    original = gym_sokoban.JumanjiEnv(levels, N, seed=1, **limit)
+    original = JumanjiEnv(levels, N, seed=1, **limit)
     ours = SokobanEnv(levels, N, seed=1, **limit)
     rng = np.random.default_rng(0)
     met, seen_levels = torch.zeros(3), set()
@@ -130,4 +129,4 @@ def test_parity_with_jumanji():
 
 @jumanji
 def test_levels_with_fewer_boxes_are_refused_for_jumanji():
-    assert_refused("env = 'jumanji' needs levels with 4", gym_sokoban.JumanjiEnv, ONE, 2)
+    assert_refused("env = 'jumanji' needs levels with 4", JumanjiEnv, ONE, 2)

@@ -11,8 +11,8 @@ import processes
 import pytest
 from processes import ROOT
 
-import graphs
-import recompute
+from support import compiling as graphs
+import unroll as recompute
 
 sys.path.append(str(ROOT / 'tests' / 'hacks'))
 import check  # noqa: E402
@@ -56,7 +56,8 @@ def check_patched(folder, hacks, *arguments):
     """Copy the modules of the project to `folder`, apply the patches there, and run check.py."""
     for file in ROOT.glob('*.py'):
         shutil.copy(file, folder)
-    (folder / 'corpus').symlink_to(ROOT / 'corpus')
+    for name in ('corpus', 'support'):
+        (folder / name).symlink_to(ROOT / name)
     for hack in hacks:
         subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
     return run_check(folder, *arguments)

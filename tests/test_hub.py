@@ -13,10 +13,10 @@ import torch
 from processes import ROOT
 from small_runs import assert_equal, assert_refused
 
-import hub
+from support import export as hub
 from convlstm import Agent, AgentConfig, build_agent
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
-from run import CONFIG, WEIGHTS
+from support.run_folder import CONFIG, WEIGHTS
 
 FILES = ['README.md', 'config.json', 'model.safetensors']
 SIZES = {'vocab_size': 256, 'n_expert': 2, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_runs import assert_refused
 
-from loader import Loader, find_shards, load_val, read_shard, write_meta, write_shard
+from support.loader import Loader, find_shards, load_val, read_shard, write_meta, write_shard
 
 
 # ---- shards ----

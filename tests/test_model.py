@@ -12,18 +12,25 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from reference import V, always_zero, assert_close, assert_same_gradients, assert_same_state
-from reference import gradients, make, tokens
+from reference import (
+    V,
+    always_zero,
+    assert_close,
+    assert_same_gradients,
+    assert_same_state,
+    gradients,
+    make,
+    tokens,
+)
 
-import graphs
-import loss as loss_file
+from support import compiling as graphs
+import model as loss_file
 import model as model_file
-import recompute
+import unroll as recompute
 import unroll
-from layer import RESIDUALS
+from model import AGGREGATIONS, GPT, RESIDUALS, ModelConfig, RecurrentGPT, State, build_model
 from small_runs import assert_refused
 
-from model import AGGREGATIONS, GPT, ModelConfig, RecurrentGPT, State, build_model
 
 both = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 needs_compiler = pytest.mark.skipif(

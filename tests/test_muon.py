@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 
-import common
-import kernels
-import muon
-from muon import Muon
+from support import ranks as common
+from support import ops as kernels
+from support import muon
+from support.muon import Muon
 
 # tall, wide, square, one matrix, 4-D: 18 matrices
 SHAPES = [(3, 32, 16), (2, 16, 32), (4, 24, 24), (48, 16), (16, 48), (2, 3, 16, 32), (1, 8, 40)]

@@ -9,14 +9,14 @@ import torch
 from processes import ROOT
 from small_runs import read_log, write_shards
 
-import loader
+from support import loader
 import train_lm
 import train_sokoban
 from configurator import Script, configure
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
-from run import LAST, load_checkpoint, settings_of
-from text import VOCAB
+from support.run_folder import LAST, load_checkpoint, settings_of
+from support.text import VOCAB
 
 
 def assert_settings(config, expected):

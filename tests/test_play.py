@@ -22,10 +22,9 @@ from small_runs import error_of, read_log, run_agent
 from test_boxoban import numbered, text
 
 import play_sokoban
-from boxoban import generate, observations, parse_text
+from levels import COLORS, board_image, generate, observations, parse_text, plan_image
 from configurator import configure
-from play_sokoban import COLORS, board_image, plan_image
-from run import load_checkpoint
+from support.run_folder import load_checkpoint
 
 UP, RIGHT, LEFT = 0, 1, 3
 

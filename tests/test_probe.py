@@ -12,10 +12,10 @@ import pytest
 import torch
 from small_runs import assert_equal, assert_refused, run_agent
 
-from boxoban import generate, pack
+from levels import generate, pack
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from files import read_tensors
+from support.files import read_tensors
 from paper import probe
 from sokoban import replay, run_episodes
 

@@ -15,9 +15,18 @@ import pytest
 import torch
 from small_runs import assert_refused, run_lm
 
-import plots
+from support import plots
 from configurator import Mistake, Settings
-from run import LAST, PREV, RunFolder, Stopper, load_checkpoint, load_last, log_of, settings_of
+from support.run_folder import (
+    LAST,
+    PREV,
+    RunFolder,
+    Stopper,
+    load_checkpoint,
+    load_last,
+    log_of,
+    settings_of,
+)
 
 DEFAULTS = {
     'out_dir': 'out/lm',

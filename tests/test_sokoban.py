@@ -9,9 +9,9 @@ from processes import run_ranks
 from small_runs import assert_refused, run_agent
 from test_boxoban import numbered, text
 
-import boxoban
+import levels as boxoban
 import sokoban
-from boxoban import board_text, generate, observations, parse_text
+from levels import board_text, generate, observations, parse_text
 from sokoban import TIME_LIMIT, SokobanEnv, board_keys, check_actions, random_bits
 
 UP, RIGHT, DOWN, LEFT = range(4)

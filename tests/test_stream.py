@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_runs import assert_refused
 
-import baselines
-import graphs
-import stream
-from common import Gradients
+import lstm as baselines
+from support import compiling as graphs
+from support import stream
+from support.ranks import Gradients
 from model import ModelConfig, build_model
-from stream import Stream
+from support.stream import Stream
 
 SIZES = {'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8}
 OWN_CACHES = {'aggregation': 'softmax_l2', 'share_kv': False}

@@ -19,7 +19,7 @@ from small_runs import AGENT, LM, assert_refused
 
 from paper import figures, plans, sweep
 from paper.plans import Plan, grid
-from run import is_finished, log_of, settings_of
+from support.run_folder import is_finished, log_of, settings_of
 
 FAKE = '''
 """A trainer with settings and files of train_lm.py that learns nothing."""

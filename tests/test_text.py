@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from small_runs import assert_refused
 
-import text
-from text import get_tokenizer, read_text, read_texts
+from support import text
+from support.text import get_tokenizer, read_text, read_texts
 
 
 def values(path, column='text'):

@@ -15,19 +15,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import ROOT, run_ranks
-from small_runs import StopAt, assert_equal, error_of, lm_arguments, read_log, run_lm
-from small_runs import train_lm_as_rank
+from small_runs import (
+    StopAt,
+    assert_equal,
+    error_of,
+    lm_arguments,
+    read_log,
+    run_lm,
+    train_lm_as_rank,
+)
 
-import baselines
-import common
+import lstm as baselines
+from support import ranks as common
 import data_fineweb
-import graphs
+from support import compiling as graphs
 import model
-import stream
+from support import stream
 import train_lm
 from configurator import Mistake, configure
-from loader import Loader, find_shards, read_shard, write_shard
-from run import LAST, load_checkpoint, settings_of
+from support.loader import Loader, find_shards, read_shard, write_shard
+from support.run_folder import LAST, load_checkpoint, settings_of
 
 LSTM = {'arch': 'lstm'}
 EVAL = {'eval_interval': 100}  # before the first update and after the last

@@ -17,10 +17,10 @@ from small_runs import StopAt, agent_arguments, assert_equal, error_of, read_log
 
 import sokoban
 import train_sokoban
-from boxoban import generate
+from levels import generate
 from configurator import configure
 from convlstm import AgentConfig, build_agent
-from run import LAST, PREV, load_checkpoint, settings_of
+from support.run_folder import LAST, PREV, load_checkpoint, settings_of
 
 
 def last_of(folder):

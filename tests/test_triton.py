@@ -16,15 +16,15 @@ from reference import assert_close, make
 from test_model import compare, default_mode  # noqa: F401  a fixture
 
 import decode
-import forms
-import graphs
-import layer
-import loss as loss_file
+import kernels as forms
+from support import compiling as graphs
+import model as layer
+import model as loss_file
 import unroll
 from model import ModelConfig, RecurrentGPT
 
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
-import triton_kernels as tk  # noqa: E402
+import kernels as tk  # noqa: E402
 
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1', reason='test_in_the_interpreter runs it'

@@ -6,8 +6,8 @@ solved; published agents of one layer solve 0.4% after 10M steps (paper/results/
 time: CPU cores, six runs of 2.2 to 6 hours of one core each, estimated from their first steps; 26
 hours in all.
 
-    python boxoban.py --download=True
-    python boxoban.py --split=unfiltered-valid --download=True
+    python levels.py --download=True
+    python levels.py --split=unfiltered-valid --download=True
     python -m paper.sweep study-boxoban --run --workers=2 -- --threads=1
 """
 

@@ -33,8 +33,8 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 from reference import gradients, tokens  # noqa: E402
 
-import graphs
-import recompute
+from support import compiling as graphs
+import unroll as recompute
 import unroll
 from convlstm import AgentConfig, build_agent
 from decode import Decoder
@@ -165,7 +165,7 @@ def two_chunks(settings):
 
 def triton(settings):
     """Compare training with all Triton forms enabled, in fp32, with the plain mode."""
-    import triton_kernels  # noqa: F401  registers the forms
+    import kernels  # noqa: F401  registers the forms
 
     unroll.BLOCK, unroll.GROUP = 4, 3
     x, y = tokens(2, 5), tokens(2, 5, seed=1)

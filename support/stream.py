@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import recompute
-from common import every, out_of_memory, print0, run_compiled
-from graphs import fused, graphed
+from support.ranks import every, out_of_memory, print0, run_compiled
+from support.compiling import fused, graphed
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -193,7 +192,7 @@ class Stream:
                 if fused.enabled:  # otherwise run_compiled has said why
                     print0('compile = True does not work on another rank; running uncompiled')
                     fused.enabled = False
-                recompute.release()
+                self.model.release()
                 continue
             if verdict == 2:
                 return self.reset()
@@ -219,7 +218,7 @@ class Stream:
             if not out_of_memory(error):
                 raise
         # The error, which kept the tensors of its frames, is gone here.
-        recompute.release()
+        self.model.release()
         if self.device.type == 'cuda':
             torch.cuda.empty_cache()
         return False

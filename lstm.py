@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hub import PublishedModel
-from loss import Loss
-from model import LanguageModel, ModelConfig, build_model
+from support.export import PublishedModel
+from model import LanguageModel, Loss, ModelConfig, build_model
 
 
 class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
@@ -61,6 +60,9 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def captures(self, state: tuple, T: int) -> bool:
         """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""
         return False
+
+    def release(self) -> None:
+        """Free nothing: there are no blocks."""
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters by name of the optimizer's groups in train_lm.py."""

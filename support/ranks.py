@@ -21,8 +21,8 @@ from configurator import Mistake, first_line
 import torch
 import torch.distributed as dist
 
-from graphs import fused
-from kernels import bf16_is_fast
+from support.compiling import fused
+from support.ops import bf16_is_fast
 
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier version was tried
     raise ImportError(f'torch {torch.__version__} is too old: 2.11 or later is needed')

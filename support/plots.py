@@ -3,8 +3,8 @@
 import io
 import pathlib
 
-from files import Path, write_atomic
-from run import log_of
+from support.files import Path, write_atomic
+from support.run_folder import log_of
 
 TRAINING = {'color': '#4477aa', 'lw': 1, 'alpha': 0.7}
 EVALUATION = {'color': '#cc6677', 'lw': 1.5, 'marker': 'o', 'ms': 3}

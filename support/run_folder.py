@@ -37,8 +37,8 @@ from configurator import Mistake, Settings, convert, first_line
 import filelock
 import torch
 
-from common import out_of_memory, print0, warn
-from files import (
+from support.ranks import out_of_memory, print0, warn
+from support.files import (
     Path,
     plain,
     read_json,

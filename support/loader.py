@@ -18,8 +18,8 @@ from configurator import Mistake
 import numpy as np
 import torch
 
-from files import read_json, write_atomic, write_json
-from text import VOCAB
+from support.files import read_json, write_atomic, write_json
+from support.text import VOCAB
 
 MAGIC = 20240520
 HEADER = 256  # length of the header in int32

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from graphs import fused
-from kernels import bf16_is_fast
+from support.compiling import fused
+from support.ops import bf16_is_fast
 
 # a, b, c of the quintic a x + b x^3 + c x^5, from Jordan's post: they have the steepest slope at 0
 # for which iterating maps singular values in (0, 1] to about [0.7, 1.2].

@@ -1,7 +1,7 @@
 """Sokoban for Gymnasium, single and vectorized, and Jumanji's own Sokoban behind our interface.
 
-    env = gymnasium.make('gym_sokoban:ParallelExperts/Sokoban-v0', n_boxes=1)
-    envs = gymnasium.make_vec('gym_sokoban:ParallelExperts/Sokoban-v0', num_envs=64)
+    env = gymnasium.make('sokoban_gym:ParallelExperts/Sokoban-v0', n_boxes=1)
+    envs = gymnasium.make_vec('sokoban_gym:ParallelExperts/Sokoban-v0', num_envs=64)
 
 Observations are boards (10, 10, 2) uint8 as boxoban.py describes them; actions 0..3 are up, right,
 down, left. Both take the keywords of `make_boards` below, and render_mode: 'ansi' or 'rgb_array'.
@@ -27,9 +27,8 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy import ndarray
-from torch import Tensor
 
-from boxoban import AGENT, BOX, MOST_MOVES, SIZE, board_text, check_levels, generate
+from levels import BOX, MOST_MOVES, SIZE, board_image, board_text, check_levels, generate
 from sokoban import TIME_LIMIT, SokobanEnv, check_actions
 
 OBSERVATIONS = gymnasium.spaces.Box(0, BOX, (SIZE, SIZE, 2), np.uint8)
@@ -75,8 +74,6 @@ def make_boards(
 def draw(board: ndarray, render_mode: str | None) -> str | ndarray | None:
     """Return a board as text or as a picture (240, 240, 3) uint8."""
     if render_mode == 'rgb_array':
-        from play_sokoban import board_image  # only here: it imports the agents
-
         return board_image(board)
     return board_text(board) if render_mode == 'ansi' else None
 
@@ -166,52 +163,7 @@ class GymVectorEnv(VectorEnv):
 
 gymnasium.register(
     'ParallelExperts/Sokoban-v0',
-    entry_point='gym_sokoban:GymEnv',
-    vector_entry_point='gym_sokoban:GymVectorEnv',
+    entry_point='sokoban_gym:GymEnv',
+    vector_entry_point='sokoban_gym:GymVectorEnv',
     max_episode_steps=TIME_LIMIT,
 )
-
-
-class JumanjiEnv(SokobanEnv):
-    """The same boards, moved by Jumanji's own Sokoban-v0.
-
-    Raises Mistake if a level has fewer than four boxes. jumanji and jax are imported nowhere else,
-    and the jax that requirements.txt pins runs on the CPU.
-    """
-
-    def __init__(self, *args: object, **options: object):
-        super().__init__(*args, **options)
-        if ((self.grids & BOX) > 0).sum(1).min() < 4:
-            raise Mistake("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
-        import jax
-        from jumanji.environments import Sokoban
-        from jumanji.environments.routing.sokoban import generator, types
-
-        # this generator is never called; others download their levels when they are created
-        game = Sokoban(generator.ToyGenerator(), time_limit=self.time_limit)
-        self.State = types.State
-        self.play = jax.jit(jax.vmap(game.step))
-
-    def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert the boards to Jumanji's state, play its step and convert the result back."""
-        board = self.observe().cpu().numpy()
-        agent = self.agent.cpu().numpy().astype(np.int32)
-        before = self.State(
-            key=np.zeros((self.N, 2), np.uint32),
-            variable_grid=board[..., 0],
-            fixed_grid=board[..., 1],
-            agent_location=np.stack(np.divmod(agent, SIZE), 1),
-            step_count=self.steps.cpu().numpy().astype(np.int32),
-        )
-        _, after = self.play(before, action.cpu().numpy().astype(np.int32))
-        grid, steps = after.observation.grid, after.observation.step_count
-        results = (grid, steps, after.reward, after.last(), after.extras['solved'])
-        grid, steps, reward, done, solved = (
-            torch.from_numpy(np.array(x)).to(action.device) for x in results
-        )
-        variable, fixed = grid.flatten(1, 2).unbind(-1)
-        self.grid.copy_(fixed | (variable & BOX))
-        self.agent.copy_((variable == AGENT).int().argmax(1))
-        self.steps.copy_(steps)
-        self.total.add_(reward)
-        return reward, done, solved

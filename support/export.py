@@ -23,8 +23,8 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
-from common import print0
-from files import (
+from support.ranks import print0
+from support.files import (
     Path,
     read_json,
     read_tensors,
@@ -33,7 +33,7 @@ from files import (
     write_tensors,
     write_text,
 )
-from run import BEST, CONFIG, WEIGHTS, load_last, restoring
+from support.run_folder import BEST, CONFIG, WEIGHTS, load_last, restoring
 
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
