@@ -34,7 +34,7 @@ test-long: .venv/installed
 
 # Gymnasium is an extra, which may be missing there.
 gpu:
-	$(PYTHON) -m pytest -q -m gpu --ignore=tests/test_gym_sokoban.py
+	$(PYTHON) -m pytest -q -m gpu --ignore=tests/test_sokoban_gym.py
 	$(PYTHON) bench.py
 
 check-edit: .venv/installed
@@ -49,7 +49,7 @@ lint: .venv/installed
 .venv/runtime: pyproject.toml requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	$(PIP) --no-compile -c requirements.txt -e .
+	$(PIP) --no-compile -c requirements.txt .
 	touch .venv/runtime
 
 # The packages that the tests need in addition. A torch for CUDA comes with triton. Beside a torch

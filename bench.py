@@ -14,8 +14,8 @@ sokoban    an update of train_sokoban.py on generated levels, with its rollout
 
 The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
 expert each. The modes are `plain` (autograd over the equations, step by step), `eager` (unroll.py,
-decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton forms that are faster). On a
-CPU the modes of a cell take turns, so that changes in the machine's speed affect all.
+decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton overrides that are faster).
+On a CPU the modes of a cell take turns, so that changes in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 Targets are modeled, not measured. That all modes compute the same is tested in tests/.
@@ -34,24 +34,24 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from configurator import Mistake, configure, first_line, run_script
+from configurator import UserError, configure, first_line, run_script
 
 import torch
 import torch.distributed as dist
 
-from support import ranks as common
-import unroll as recompute
 import train_lm
 import train_sokoban
-from levels import generate
-from support.ranks import Gradients, print0
 from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
-from support.files import write_json, write_text
-from support.compiling import fused, graphed
+from levels import generate
 from model import ModelConfig, State, build_model, randomize
 from sokoban import ACTION_STREAM, SokobanEnv, board_keys, random_bits, sample_actions
+from support import ranks
+from support.compiling import fused, graphed
+from support.files import write_json, write_text
+from support.ranks import Gradients, print0
 from support.stream import Stream
+from unroll import release
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -74,7 +74,7 @@ unroll = 20        # sokoban: steps per update and board
 # measurement
 rounds = 3         # measurements of each mode; their median and range are reported
 seconds = 0.5      # shortest measurement: calls are repeated to fill it
-graphs = True      # on a GPU: replay updates as CUDA graphs (decoding always does)
+cuda_graphs = True      # on a GPU: replay updates as CUDA graphs (decoding always does)
 dtype = 'auto'     # 'float32', 'bfloat16' (autocast; sokoban: convolutions), or 'auto' (bfloat16 if
                    # the device is fast at it)
 device = 'auto'    # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
@@ -103,7 +103,7 @@ class Machine(NamedTuple):
     rank: int
     world: int
     device: str
-    amp: torch.dtype  # of matrix products
+    compute_dtype: torch.dtype  # of matrix products
 
 
 class Cell(NamedTuple):
@@ -118,7 +118,7 @@ class Cell(NamedTuple):
     B: int  # streams per GPU, or boards
 
     def config(self, mode: str) -> ModelConfig | AgentConfig:
-        """Return the sizes of the model. Raises Mistake if they do not fit together."""
+        """Return the sizes of the model. Raises UserError if they do not fit together."""
         sizes = {'n_layer': self.L, 'n_expert': self.E, 'n_embd': self.D}
         if self.suite == 'sokoban':
             return AgentConfig(arch=self.model, **sizes)
@@ -127,7 +127,7 @@ class Cell(NamedTuple):
 
 
 def find_cells(suite: str) -> list[Cell]:
-    """Return the cells of a suite. Raises Mistake if settings do not fit together."""
+    """Return the cells of a suite. Raises UserError if settings do not fit together."""
     if suite == 'sokoban':
         cells = [Cell(suite, arch, *sizes, unroll, n_envs) for sizes in read_sizes('agents', 3)]
     else:
@@ -137,7 +137,7 @@ def find_cells(suite: str) -> list[Cell]:
             B = streams if suite == 'decode' else tokens_per_update // (PAPER_GPUS * C)
             if suite == 'train' and B * PAPER_GPUS * C != tokens_per_update:
                 multiple = f'a multiple of {PAPER_GPUS} x C = {PAPER_GPUS * C}'
-                raise Mistake(f'tokens_per_update = {tokens_per_update}: must be {multiple}')
+                raise UserError(f'tokens_per_update = {tokens_per_update}: must be {multiple}')
             cells += [
                 Cell(suite, 'recurrent', L, E, n_embd, C, B),
                 Cell(suite, 'transformer', L * E, 1, n_embd, C, B),
@@ -148,13 +148,13 @@ def find_cells(suite: str) -> list[Cell]:
 
 
 def read_sizes(name: str, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return a setting that holds groups of n sizes, or one such group. Raises Mistake if it holds
-    anything else."""
+    """Return a setting that holds groups of n sizes, or one such group. Raises UserError if it
+    holds anything else."""
     value = globals()[name]
     groups = (value,) if value and not isinstance(value[0], tuple) else value
     for group in groups:
         if not (isinstance(group, tuple) and len(group) == n and all(x > 0 for x in group)):
-            raise Mistake(f'{name} = {value!r}: expected groups of {n} positive integers')
+            raise UserError(f'{name} = {value!r}: expected groups of {n} positive integers')
     return groups
 
 
@@ -168,7 +168,7 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     model = build_model(cell.config(mode), cell.model == 'recurrent')
     with torch.no_grad():
         model = randomize(model).to(machine.device)  # processors may be faster at zeros
-    model.graphs = graphs is not None
+    model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
     for group in [*muon.param_groups, *adamw.param_groups]:
         group['lr'].zero_()  # so that all updates of all modes are the same work
@@ -176,16 +176,18 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     (loss,) = grads.extra
     norm = torch.zeros((), device=machine.device)
     B, T = cell.B, cell.C
-    stream = Stream(model, B, T, amp=machine.amp, carries=model.recurrent, graphs=graphs)
+    stream = Stream(
+        model, B, T, compute_dtype=machine.compute_dtype, carries=model.recurrent, graphs=graphs
+    )
     chunk = stream.backward_chunk(1.0, loss)
     spare = 8 * sum(p.numel() for p in model.parameters())
     if graphs is not None:
         spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
     stream.choose_rows(chunk, spare)
     if graphs is not None and fused.enabled:
-        import kernels as forms  # needs triton
+        import kernels  # needs triton
 
-        for line in forms.choose_forms(model, stream.rows, machine.amp):
+        for line in kernels.choose_overrides(model, stream.rows, machine.compute_dtype):
             print0(line)
         stream.choose_rows(chunk, spare)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
@@ -217,19 +219,19 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     """Set up one greedy token for each of B streams with full caches."""
     model = randomize(build_model(cell.config(mode), cell.model == 'recurrent'))
     model = model.to(machine.device).eval()
-    amp = contextlib.nullcontext()
-    if machine.amp == torch.bfloat16:
-        amp = torch.autocast(torch.device(machine.device).type, torch.bfloat16)
-    with amp:
+    autocast = contextlib.nullcontext()
+    if machine.compute_dtype == torch.bfloat16:
+        autocast = torch.autocast(torch.device(machine.device).type, torch.bfloat16)
+    with autocast:
         empty = model.init_state(cell.B)
     state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
         if fused.enabled and model.head.is_cuda:
-            import kernels as forms  # needs triton
+            import kernels  # needs triton
 
-            forms.choose_forms(model, cell.B, machine.amp)
-        decoder = Decoder(model, cell.B, amp=machine.amp)
+            kernels.choose_overrides(model, cell.B, machine.compute_dtype)
+        decoder = Decoder(model, cell.B, compute_dtype=machine.compute_dtype)
         decoder.load(state)
         decoder.step(token)
         return decoder.step
@@ -237,7 +239,7 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     @torch.no_grad()
     def run() -> None:
         nonlocal state, token
-        with amp:
+        with autocast:
             logits, state = model(token[:, None], state=state)
         token = logits[:, 0].argmax(-1)
 
@@ -248,7 +250,7 @@ def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -
     """Set up an update of train_sokoban.py, with its rollout."""
     B, T, device = cell.B, cell.C, machine.device
     model = build_agent(cell.config(mode)).to(device)
-    model.config.dtype = str(machine.amp).removeprefix('torch.')
+    model.config.dtype = str(machine.compute_dtype).removeprefix('torch.')
     set_precision(model)
     torch.backends.cudnn.benchmark = True
     train_sokoban.unroll = T
@@ -295,10 +297,10 @@ MAKERS = {'train': make_update, 'decode': make_token, 'sokoban': make_rollout}
 
 def set_up(cell: Cell, mode: str, machine: Machine) -> Callable:
     """Return run() of a cell in one mode, after it has been compiled and captured. Raises
-    RuntimeError if it cannot be compiled, Mistake if not one row fits in memory."""
+    RuntimeError if it cannot be compiled, UserError if not one row fits in memory."""
     is_gpu = machine.device != 'cpu'
     fused.enabled = mode == 'compiled'
-    call = MAKERS[cell.suite](cell, mode, machine, {} if graphs and is_gpu else None)
+    call = MAKERS[cell.suite](cell, mode, machine, {} if cuda_graphs and is_gpu else None)
 
     def run() -> None:
         fused.enabled = mode == 'compiled'  # the modes take turns
@@ -342,9 +344,9 @@ def attempt(row: dict, call: Callable, *args: object) -> object:
     try:
         result = call(*args)
     except Exception as error:  # noqa: BLE001  it is reported, and the other cells are measured
-        too_large = common.out_of_memory(error) or 'does not fit in memory' in str(error)
+        too_large = ranks.out_of_memory(error) or 'does not fit in memory' in str(error)
         row['status'] = 'OOM' if too_large else f'failed: {first_line(error)}'
-    if not common.agree(int(row['status'] == 'ok')) and row['status'] == 'ok':
+    if not ranks.agree(int(row['status'] == 'ok')) and row['status'] == 'ok':
         row['status'] = 'failed on another rank'
     return result if row['status'] == 'ok' else None
 
@@ -364,7 +366,7 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         if machine.device != 'cpu':
             row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
     del runs, run
-    recompute.release()
+    release()
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':
@@ -434,16 +436,16 @@ def main() -> int:
     config = configure(globals(), quiet=True)
     path = pathlib.Path(out or f'out/bench_{time.strftime("%Y%m%d_%H%M%S")}.json')
     if path.suffix == '.md':
-        raise Mistake(
+        raise UserError(
             f'out = {out!r}: names a file of JSON; the table is written beside it, as .md'
         )
     for file in (path, path.with_suffix('.md')):
         if file.exists():
-            raise Mistake(f'out = {out!r}: {file} exists: choose another name')
-    rank, world, device_ = common.join_ranks(device, threads)
+            raise UserError(f'out = {out!r}: {file} exists: choose another name')
+    rank, world, device_ = ranks.join_ranks(device, threads)
     if device_ == 'mps':
-        raise Mistake("device = 'mps': bench.py measures CPUs and CUDA devices")
-    machine = Machine(rank, world, device_, common.pick_dtype(dtype, device_))
+        raise UserError("device = 'mps': bench.py measures CPUs and CUDA devices")
+    machine = Machine(rank, world, device_, ranks.pick_dtype(dtype, device_))
     on_cpu = device_ == 'cpu'
     defaults = {
         'tokens_per_update': 4096 if on_cpu else 131072,
@@ -458,14 +460,14 @@ def main() -> int:
     globals().update(config)
     chosen = [name.strip() for name in modes.split(',')]
     if not set(chosen) <= set(MODES):
-        raise Mistake(f'modes = {modes!r}: expected some of {", ".join(MODES)}')
+        raise UserError(f'modes = {modes!r}: expected some of {", ".join(MODES)}')
     # On a GPU the memory must hold one mode at a time only.
     groups = [chosen] if on_cpu else [[mode] for mode in chosen]
     cells = [cell for name in ([suite] if suite else SHAPES) for cell in find_cells(name)]
 
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {'command': shlex.join(sys.argv), 'date': time.strftime('%Y-%m-%d %H:%M %z')}
-    about |= common.machine(device_, str(machine.amp))
+    about |= ranks.machine(device_, str(machine.compute_dtype))
     report = {**about, 'settings': config, 'results': []}
     table = ''
     for i, cell in enumerate(cells):
@@ -479,9 +481,9 @@ def main() -> int:
         if rank == 0:
             table = write_report(report, path)
     print0(f'\n{table}\n{path}')
-    common.leave_ranks()
+    ranks.leave_ranks()
     return int(any(row['status'].startswith('failed') for row in report['results']))
 
 
 if __name__ == '__main__':
-    run_script(main, common.error_explainer('choose smaller shapes or contexts'))
+    run_script(main, ranks.error_explainer('choose smaller shapes or contexts'))

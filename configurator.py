@@ -43,7 +43,7 @@ BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, Recu
 # ---- how a script ends ----
 
 
-class Mistake(ValueError):
+class UserError(ValueError):
     """A user's mistake. The message is one line that names the file, folder or setting and says
     what to do. run_script prints it without a traceback."""
 
@@ -53,9 +53,9 @@ def run_script(
 ) -> NoReturn:
     """Run main() and end the process with the exit status that it returns (None means 0).
 
-    After a Mistake or an OSError, such as a full disk, print one line and exit with 2. The same
+    After a UserError or an OSError, such as a full disk, print one line and exit with 2. The same
     goes for a RuntimeError or a MemoryError about which explain(error) returns a line; it raises
-    errors that it does not know (see common.error_explainer). After a ctrl-C exit with 130. If the
+    errors that it does not know (see ranks.error_explainer). After a ctrl-C exit with 130. If the
     reader of standard output has ended (`| head`), exit with 0."""
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, 'reconfigure'):  # a closed stream is None
@@ -69,7 +69,7 @@ def run_script(
         print(end='', flush=True)
     except KeyboardInterrupt:
         status, line = 130, '\ninterrupted'
-    except Mistake as error:
+    except UserError as error:
         status, line = 2, 'error: ' + ' '.join(str(error).splitlines())
     except OSError as error:
         if status_of_stdout := broken_stdout(error):
@@ -180,14 +180,15 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
 
 
 def check_fields(config: object, ranges: dict) -> None:
-    """Raise Mistake, naming the field, if a field of a dataclass has another type than its default,
-    or a value outside of its range. ranges: allowed values by field, as in a script's RANGES."""
+    """Raise UserError, naming the field, if a field of a dataclass has another type than its
+    default, or a value outside of its range. ranges: allowed values by field, as in a script's
+    RANGES."""
     for field in fields(config):
         name, value, default = field.name, getattr(config, field.name), field.default
         if type(default) in (int, str, bool) and type(value) is not type(default):
-            raise Mistake(f'{name} = {value!r}: expected one {type(default).__name__}')
+            raise UserError(f'{name} = {value!r}: expected one {type(default).__name__}')
         if problem := problem_of(name, value, default, ranges.get(name)):
-            raise Mistake(problem)
+            raise UserError(problem)
 
 
 class Script:
@@ -220,12 +221,13 @@ class Script:
         self.lines = lines[first:last]
 
     def check(self, name: str, value: object, source: str) -> object:
-        """Return the value for the setting `name` in the type of its default. Raises Mistake, which
-        names the `source` of the value, if there is no such setting or it cannot have the value."""
+        """Return the value for the setting `name` in the type of its default. Raises UserError,
+        which names the `source` of the value, if there is no such setting or it cannot have the
+        value."""
         if name not in self.defaults:
             similar = difflib.get_close_matches(name.replace('-', '_').lower(), self.defaults, n=1)
             hint = f'did you mean {similar[0]!r}?' if similar else '--help lists the settings'
-            raise Mistake(f'{source}: unknown setting {name!r}, {hint}')
+            raise UserError(f'{source}: unknown setting {name!r}, {hint}')
         default, allowed = self.defaults[name], self.ranges.get(name)
         try:
             if not isinstance(allowed, list):
@@ -233,12 +235,12 @@ class Script:
         except ValueError:
             expected = EXPECTED.get(type(default), f'a {type(default).__name__}')
             got = f'(default {default!r}), got {str(value)[:120]!r}'
-            raise Mistake(f'{source}: {name} expects {expected} {got}') from None
+            raise UserError(f'{source}: {name} expects {expected} {got}') from None
         if isinstance(value, str):  # '~/data' and 'FILE:~/data'
             marker, path = re.fullmatch('(FILE:)?(.*)', value, re.DOTALL).groups('')
             value = marker + os.path.expanduser(path)
         if problem := problem_of(name, value, default, allowed):
-            raise Mistake(f'{source}: {problem}')
+            raise UserError(f'{source}: {problem}')
         return value
 
     def read_argument(self, argument: str, rest: list[str]) -> dict:
@@ -250,10 +252,10 @@ class Script:
             value = rest[0] if rest else '--'
             if default is None or isinstance(default, bool):
                 if not value.startswith('-') and not value.endswith('.py'):
-                    raise Mistake(f'command line: a switch takes its value as --{name}={value}')
+                    raise UserError(f'command line: a switch takes its value as --{name}={value}')
                 text = 'True'
             elif value.startswith('--'):
-                raise Mistake(f'command line: --{name} needs a value, as in --{name}={default}')
+                raise UserError(f'command line: --{name} needs a value, as in --{name}={default}')
             else:
                 text = rest.pop(0)
         value = text  # for a string: --out_dir=123 means '123'
@@ -268,11 +270,11 @@ class Script:
             with warnings.catch_warnings(action='ignore'):  # about unknown escapes such as \d
                 body = ast.parse(pathlib.Path(path).read_bytes()).body
         except OSError as error:
-            raise Mistake(f'{path}: cannot read the config file: {error.strerror}') from None
+            raise UserError(f'{path}: cannot read the config file: {error.strerror}') from None
         except BROKEN as error:
             line = getattr(error, 'lineno', None) or 1
             reason = getattr(error, 'msg', None) or error
-            raise Mistake(f'{path}:{line}: not a valid config file: {reason}') from None
+            raise UserError(f'{path}:{line}: not a valid config file: {reason}') from None
         found = {}
         for node in body:
             source = f'{path}:{node.lineno}'
@@ -284,13 +286,13 @@ class Script:
                 case _:
                     text = ast.unparse(node).partition('\n')[0][:60]
                     allowed = 'a config file holds only `name = literal` lines'
-                    raise Mistake(f'{source}: {allowed}, not {text!r}')
+                    raise UserError(f'{source}: {allowed}, not {text!r}')
             if name in COMMAND_LINE_ONLY:
-                raise Mistake(f'{source}: {name} is for the command line alone, --{name}=True')
+                raise UserError(f'{source}: {name} is for the command line alone, --{name}=True')
             try:
                 value = literal(node.value)
             except ValueError as error:
-                raise Mistake(f'{source}: {name}: {error}') from None
+                raise UserError(f'{source}: {name}: {error}') from None
             found[name] = self.check(name, value, source)
         return found
 
@@ -336,14 +338,14 @@ class Settings(dict):
         self, sizes: dict, names: Iterable[str], source: str, report: Callable[[str], None] = print
     ) -> None:
         """Take the settings `names` from `sizes`, where it has them and the user has set none, and
-        print those that change. Raises Mistake, which names the `source`, for a value of the wrong
+        print those that change. Raises UserError, which names the `source`, for a value of another
         type."""
         for name in names:
             if name in sizes and name not in self.set_by_user and sizes[name] != self[name]:
                 try:
                     self[name] = convert(sizes[name], self.defaults[name])
                 except ValueError:
-                    raise Mistake(f'{source}: damaged: {name} = {sizes[name]!r}') from None
+                    raise UserError(f'{source}: damaged: {name} = {sizes[name]!r}') from None
                 report(f'{name} = {self[name]!r}  (from {source})')
 
     def show(self, report: Callable[[str], None] = print) -> None:
@@ -360,7 +362,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     so that two calls do not influence each other. argv: the arguments without the name of the
     script; None means those of the command line. Settings that differ from their defaults are
     printed, by rank 0 only, unless `quiet`. --help prints the settings and ends the
-    script with status 0. Raises Mistake."""
+    script with status 0. Raises UserError."""
     script = Script(settings['__file__'], settings.get('RANGES'))
     rest = sys.argv[1:] if argv is None else list(argv)
     if '--help' in rest or '-h' in rest:
@@ -378,7 +380,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
                 del from_command_line[name]  # a later argument wins
         else:
             expected = 'expected config.py or --key=value'
-            raise Mistake(f'command line: cannot read {argument!r}: {expected}')
+            raise UserError(f'command line: cannot read {argument!r}: {expected}')
     config = Settings(script.defaults, from_files, from_command_line)
     settings.update(config)
     if not quiet and os.environ.get('RANK', '0') == '0':

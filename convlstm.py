@@ -49,19 +49,19 @@ gradient of a weight, in place of one per step, was slower (LOG.md). Two things 
 import math
 from dataclasses import dataclass, fields, replace
 
-from configurator import Mistake, check_fields
+from configurator import UserError, check_fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import ranks as common
+from ops import EPS, gate_weights
+from support import ranks
 from support.compiling import fused
 from support.export import PublishedModel
-from support.ops import EPS, gate_weights
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
-# The planes of Sokoban's observations (boxoban.py) as (channel, value). Channel 0 holds nothing,
+# The planes of Sokoban's observations (levels.py) as (channel, value). Channel 0 holds nothing,
 # the agent or a box; channel 1 holds floor, a wall or a target.
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
 ACTIONS = 4
@@ -83,7 +83,7 @@ PROBE = 'probe.safetensors'  # a plan probe (paper/probe.py) in the folder of an
 
 @dataclass
 class AgentConfig:
-    """Settings of an agent. Raises Mistake, naming the field, if they do not fit together."""
+    """Settings of an agent. Raises UserError, naming the field, if they do not fit together."""
 
     arch: str = 'convlstm'  # 'convlstm' or 'convglu'
     recurrent: bool = True
@@ -105,12 +105,12 @@ class AgentConfig:
         check_fields(self, RANGES)
         if not -1 <= self.radius < self.n_expert:
             expected = 'expected -1 (all experts) to n_expert - 1'
-            raise Mistake(f'radius = {self.radius}: {expected}')
+            raise UserError(f'radius = {self.radius}: {expected}')
         if self.radius >= 0 and (self.aggregation != 'sqrt_sum' or self.arch != 'convlstm'):
             needed = "needs aggregation = 'sqrt_sum' and arch = 'convlstm'"
-            raise Mistake(f'radius = {self.radius} {needed}')
+            raise UserError(f'radius = {self.radius} {needed}')
         if self.residual == 'shared' and self.arch != 'convglu':
-            raise Mistake("residual = 'shared' is for arch = 'convglu'")
+            raise UserError("residual = 'shared' is for arch = 'convglu'")
 
     @property
     def routed(self) -> bool:
@@ -319,21 +319,21 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         size = sum(p.numel() for name, p in named if p.dim() == 4 and name != 'encoder')
         return math.prod(self.config.board_size) * size
 
-    # ---- saved models (hub.PublishedModel)
+    # ---- saved models (export.PublishedModel)
 
     KIND = 'arch'
     DERIVED = (*PublishedModel.DERIVED, PROBE)
 
     @classmethod
-    def build(cls, about: dict) -> 'Agent':
+    def build(cls, metadata: dict) -> 'Agent':
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has
         its default. Raises KeyError, TypeError or ValueError if they describe none."""
-        sizes = {name: about[name] for name in SIZES if name in about}
-        return build_agent(AgentConfig(**{'arch': about['arch'], **sizes}))
+        sizes = {name: metadata[name] for name in MODEL_SETTINGS if name in metadata}
+        return build_agent(AgentConfig(**{'arch': metadata['arch'], **sizes}))
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this agent."""
-        return {name: getattr(self.config, name) for name in SIZES}
+        return {name: getattr(self.config, name) for name in MODEL_SETTINGS}
 
 
 class ConvLSTM(Agent):
@@ -441,7 +441,7 @@ def build_agent(config: AgentConfig) -> Agent:
 
 
 # The settings that rebuild an agent; dtype does not change the model.
-SIZES = [field.name for field in fields(AgentConfig) if field.name != 'dtype']
+MODEL_SETTINGS = [field.name for field in fields(AgentConfig) if field.name != 'dtype']
 
 
 def set_precision(model: Agent) -> None:
@@ -452,13 +452,13 @@ def set_precision(model: Agent) -> None:
 
 
 def load_agent(folder: str, which: str = 'best', device: str = 'cpu') -> Agent:
-    """Return the agent of a run of train_sokoban.py, or of an export. Its `about` has the entries
-    of an export's config.json, such as 'settings', those of the run.
+    """Return the agent of a run of train_sokoban.py, or of an export. Its `metadata` has the
+    entries of an export's config.json, such as 'settings', those of the run.
 
-    which: of a run the 'best' agent, if it has one, or the 'last'. Raises Mistake if the folder
+    which: of a run the 'best' agent, if it has one, or the 'last'. Raises UserError if the folder
     holds no agent, or a file is damaged."""
     agent = Agent.load_trained(folder, which, device)
-    dtype = agent.about.get('settings', {}).get('dtype', 'auto')
-    agent.config.dtype = str(common.pick_dtype(dtype, device)).removeprefix('torch.')
+    dtype = agent.metadata.get('settings', {}).get('dtype', 'auto')
+    agent.config.dtype = str(ranks.pick_dtype(dtype, device)).removeprefix('torch.')
     set_precision(agent)
     return agent

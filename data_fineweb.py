@@ -26,27 +26,31 @@ same bytes as without the interruption.
 
 import collections
 import contextlib
+import csv
 import functools
 import glob
 import hashlib
 import itertools
+import json
+import lzma
 import os
 import pathlib
 import random
+import re
 import shlex
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from configurator import Mistake, configure, first_line, run_script
+from configurator import BROKEN, UserError, configure, first_line, run_script
 
 import filelock
 import numpy as np
 
-from support.ranks import error_explainer, every
-from support.files import remove_temporary
 from support.export import HUB_ERRORS, call_hub, pin_revision
+from support.files import open_text, remove_temporary
 from support.loader import (
     READY_MADE,
     read_meta,
@@ -56,19 +60,9 @@ from support.loader import (
     write_meta,
     write_shard,
 )
-from support.text import (
-    READERS,
-    REAL_VOCAB,
-    TOKENIZERS,
-    VOCAB,
-    Text,
-    Tokenizer,
-    cutter,
-    get_tokenizer,
-    kind_of,
-    need,
-    read_texts,
-)
+from support.packages import need
+from support.ranks import Throttle, error_explainer
+from tokenizer import PIECE, REAL_VOCAB, TOKENIZERS, VOCAB, Tokenizer, cutter, get_tokenizer
 
 # fmt: off
 # output
@@ -117,6 +111,123 @@ SKIP = '--skip_bad=True leaves such documents out'
 NAMED = 20  # documents that are left out and named; the others are counted only
 
 
+# ---- files of text ----
+
+PART = 2**20  # characters of a file of text that are read at a time
+# Errors of a file that is damaged or of another kind; pyarrow's are ValueErrors.
+TEXT_ERRORS = (*BROKEN, OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error)
+
+
+def read_parts(path: str, column: str) -> Iterator[str]:
+    """Yield the text of a file in parts that fit in memory, cut as `cutter` does. The file is read
+    twice, so that one that is not UTF-8 raises its error before the first part."""
+    with open_text(path) as file:
+        while file.read(PART):
+            pass
+    with open_text(path) as file:
+        rest = ''
+        while more := file.read(PART):
+            *pieces, rest = PIECE.findall(rest + more)
+            if pieces:
+                yield ''.join(pieces)
+        yield rest
+
+
+def read_jsonl(path: str, column: str) -> Iterator[object]:
+    """Yield the value under the key `column` of every line that is not blank: None if there is no
+    such key, and the error if the line is damaged."""
+    with open_text(path, errors='surrogateescape') as file:
+        for line in filter(str.strip, file):
+            try:
+                line.encode()  # fails where the line is no UTF-8
+                yield json.loads(line).get(column)
+            except (*BROKEN, AttributeError) as error:
+                yield error
+
+
+def read_csv(path: str, column: str) -> Iterator[object]:
+    """Yield the cells of a column: None for one that is empty or missing, and the error if it is no
+    UTF-8. Raises csv.Error at a stray quote, after which rows could not be told apart."""
+    csv.field_size_limit(2**31 - 1)
+    with open_text(path, errors='surrogateescape') as file:
+        for row in csv.DictReader(file, strict=True):
+            cell = row.get(column) or None
+            try:
+                (cell or '').encode()
+                yield cell
+            except ValueError as error:
+                yield error
+
+
+def read_parquet(path: str, column: str) -> Iterator[object]:
+    """Yield the values of a column, and the error for a string that is not UTF-8."""
+    need('pyarrow')
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            names = ', '.join(file.schema_arrow.names)
+            raise UserError(f'{path}: there is no column {column!r}, only {names}')
+        for batch in file.iter_batches(1024, columns=[column]):
+            for value in batch.column(column):
+                try:
+                    yield value.as_py()
+                except UnicodeDecodeError as error:
+                    yield error
+
+
+READERS = {
+    '.txt': read_parts,
+    '.jsonl': read_jsonl,
+    '.csv': read_csv,
+    '.parquet': read_parquet,
+}
+
+
+def kind_of(path: str) -> str:
+    """Return the suffix of a file, in lower case and without that of its compression."""
+    return os.path.splitext(re.sub(r'\.(gz|xz)$', '', path.lower()))[1]
+
+
+class Text(NamedTuple):
+    """A document, or a part of one: a long .txt file comes in several parts."""
+
+    name: str  # of the file, and the number of the document in it
+    is_start: bool  # of the document
+    value: object  # a string, unless the document is null or damaged
+
+    def fault(self) -> str:
+        """Return a message about a value that is not a string."""
+        if isinstance(self.value, Exception):
+            return f'{self.name}: {first_line(self.value)}'
+        return f'{self.name}: {self.value!r:.50} is not text (--column names the column)'
+
+
+def read_texts(paths: Iterable[str], column: str = 'text') -> Iterator[Text]:
+    """Yield the documents of files: a .txt file is one document, others have one per row. Raises
+    UserError where a file cannot be read on, because nobody knows what is lost; but a .txt file
+    that is not in UTF-8 is a single damaged document."""
+    for path in paths:
+        number, is_start = 1, True
+        try:
+            for value in READERS[kind_of(path)](path, column):
+                yield Text(f'{path}, document {number}', is_start, value)
+                if kind_of(path) == '.txt':
+                    is_start = False
+                else:
+                    number += 1
+        except UnicodeDecodeError as error:
+            yield Text(f'{path}, document {number}', True, error)
+        except TEXT_ERRORS as error:
+            if isinstance(error, UserError):
+                raise
+            reason = f'cannot be read from document {number} on: {first_line(error)}'
+            raise UserError(f'{path}: {reason}: repair or remove it') from None
+
+
+# ---- sources ----
+
+
 class Source(NamedTuple):
     """Documents, in an order that never changes.
 
@@ -146,20 +257,20 @@ def match_files(pattern: str) -> list[str]:
 
 
 def expand_paths(text: str) -> list[str]:
-    """Return the files that --text names, each once. Raises Mistake for a pattern that no file
+    """Return the files that --text names, each once. Raises UserError for a pattern that no file
     matches, or a file of another kind."""
     paths = {}
     # A single name may contain a comma.
     for pattern in [text] if match_files(text) else text.split(','):
         pattern = os.path.expanduser(pattern.strip())
         if not (found := match_files(pattern)):
-            raise Mistake(f'--text: there is no file {pattern!r}')
+            raise UserError(f'--text: there is no file {pattern!r}')
         for path in found:  # a link, or another way to write a name, is the same file
             paths.setdefault(os.path.realpath(path), path)
     paths = list(paths.values())
     for path in paths:
         if kind_of(path) not in READERS:
-            raise Mistake(f'--text: {path!r}: expected files of {", ".join(READERS)}')
+            raise UserError(f'--text: {path!r}: expected files of {", ".join(READERS)}')
     return paths
 
 
@@ -219,14 +330,14 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
         if isinstance(text.value, str):
             data = text.value.encode(errors='replace')
         elif not config['skip_bad']:
-            raise Mistake(f'{text.fault()}: {SKIP}')
+            raise UserError(f'{text.fault()}: {SKIP}')
         count += text.is_start
         size += len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
     names = ', '.join(os.path.basename(path) for path in paths[:3])
     names += ', ...' if len(paths) > 3 else ''
     if size < MIN_BYTES:
-        raise Mistake(f'{names}: {size} bytes of text are too few: at least {MIN_BYTES}')
+        raise UserError(f'{names}: {size} bytes of text are too few: at least {MIN_BYTES}')
     names += f': {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
     total = int(size / TOKENIZERS[config['tokenizer']].bytes_per_token)
     val = config['val_tokens'] or max(1, min(config['shard_tokens'], int(VAL_FRACTION * total)))
@@ -264,9 +375,8 @@ def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[
     """Return the documents of config['dataset'] as a `datasets.IterableDataset` with one column.
 
     commit: pins the revision on the Hub; None = a local folder. paths: files to read; if there are
-    none, the data set itself says which. Raises Mistake if there is no such data set, subset, split
-    or column.
-    """
+    none, the data set itself says which. Raises UserError if there is no such data set, subset,
+    split or column."""
     datasets = need('datasets')
     name, column, split = config['dataset'], config['column'], config['split']
     options = {'revision': commit} if commit else {}
@@ -283,7 +393,7 @@ def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[
             print(f'{name}: every line of its .txt files is a document', flush=True)
         return stream.select_columns([column])
     except (*HUB_ERRORS, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise Mistake(
+        raise UserError(
             f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
             f'column = {column!r}: cannot be opened: {first_line(error)}'
         ) from None
@@ -294,7 +404,7 @@ def batch_stream(
 ) -> Iterator[tuple[tuple, list[Text]]]:
     """Yield (position before the batch, list of BATCH documents) from a `datasets.IterableDataset`,
     which waits for a lost network by itself. A position is the number of rows before it and the
-    state of the stream; None = the start. Raises Mistake where it cannot be read on."""
+    state of the stream; None = the start. Raises UserError where it cannot be read on."""
     name = config['dataset']
     rows, state = position or (0, stream.state_dict())
     stream.load_state_dict(state)
@@ -305,7 +415,7 @@ def batch_stream(
         except (*HUB_ERRORS, KeyError) as error:
             reason = f'cannot be read after document {rows}: {first_line(error)}'
             advice = 'run the same command again to continue, or repair that file'
-            raise Mistake(f'{name} {reason}: {advice}') from None
+            raise UserError(f'{name} {reason}: {advice}') from None
         if not values:
             return
         texts = [Text(f'{name}, document {rows + k}', True, x) for k, x in enumerate(values, 1)]
@@ -329,14 +439,16 @@ def open_dataset(folder: str, config: dict) -> Source:
     if is_local := os.path.isdir(name):
         name = config['dataset'] = os.path.normpath(name)
     elif name.count('/') > 1 or name.startswith(('.', '/', '~')):
-        raise Mistake(f'dataset = {name!r}: no such folder, and no name of the Hub (owner/name)')
+        raise UserError(f'dataset = {name!r}: no such folder, and no name of the Hub (owner/name)')
     source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
     source += f' at {config["revision"]}' if config['revision'] else ''
     paths = []
     if is_local and not describes_itself(name):
         if config['subset'] or config['split'] != 'train':
             advice = f"choose its files with --text='{name}/PATTERN'"
-            raise Mistake(f'{name} has no data set card, which names subsets and splits: {advice}')
+            raise UserError(
+                f'{name} has no data set card, which names subsets and splits: {advice}'
+            )
         paths = list_folder(name)
     if is_local:
         files = paths or files_in(name)
@@ -365,17 +477,17 @@ def open_dataset(folder: str, config: dict) -> Source:
 
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """Return the folder's description (meta.json), or a new one with the entries of `identity`.
-    Raises Mistake if one of these entries differs in the folder's description, if there are shards
-    without a description, or if a shard is missing, unless it is ready-made."""
+    Raises UserError if one of these entries differs in the folder's description, if there are
+    shards without a description, or if a shard is missing, unless it is ready-made."""
     meta = read_meta(folder)
     if meta is None:
         if glob.glob('*.bin', root_dir=folder):
-            raise Mistake(f'{folder} holds shards without meta.json: choose another --data_dir')
+            raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
         if meta.get(key) != value:
             advice = 'choose another --data_dir or delete it'
-            raise Mistake(
+            raise UserError(
                 f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
             )
     if meta['source'] != READY_MADE:
@@ -393,7 +505,7 @@ def encode_batch(tokenizer: Tokenizer, batch: list[Text]) -> tuple[np.ndarray, l
             continue
         try:
             arrays.append(tokenizer.encode_document(text.value, text.is_start))
-        except Mistake as error:
+        except UserError as error:
             bad.append(f'{text.name}: {error}')
     return np.concatenate(arrays), bad
 
@@ -447,7 +559,7 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     # could not be used before this batch
     position, used, left_out = meta.get('resume', (None, 0, 0))
     parts = []  # tokens of the next shard
-    due_to_print = every()
+    due_to_print = Throttle()
     start, tokens_before = time.monotonic(), sum(lengths)
 
     def finish_shard(resume: tuple) -> None:
@@ -463,7 +575,7 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     batches = [] if is_complete() else source.open(meta)(position)
     for position, tokens, faults in encode_ahead(get_tokenizer(meta['tokenizer']), batches):
         if faults and not config['skip_bad']:
-            raise Mistake(f'{faults[0]}: {SKIP}')
+            raise UserError(f'{faults[0]}: {SKIP}')
         for fault in faults[: max(0, NAMED - left_out)]:
             print(f'left out: {fault}', flush=True)
         while used < len(tokens) and not is_complete():
@@ -544,12 +656,12 @@ def make_shards(config: dict) -> None:
     tokenizer, text, dataset = config['tokenizer'], config['text'], config['dataset']
     sources = [bool(text), bool(dataset), config['demo'], config['pretokenized'] > 0]
     if sources.count(True) != 1:
-        raise Mistake(
+        raise UserError(
             'choose one source: --pretokenized=14 (FineWeb, ready-made), --dataset=NAME, '
             '--text=FILES or --demo=True'
         )
     if config['pretokenized'] and tokenizer != 'gpt2':
-        raise Mistake(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
+        raise UserError(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
     if not config['pretokenized']:
         get_tokenizer(tokenizer)  # if it is missing, this raises before any work is done
     if dataset:
@@ -580,7 +692,7 @@ def make_shards(config: dict) -> None:
     )
     if min(train, default=0) < MIN_TOKENS or val < 2:
         advice = 'choose other val_tokens and another data_dir'
-        raise Mistake(f'{folder}: too little to train on: {advice}')
+        raise UserError(f'{folder}: too little to train on: {advice}')
     print(f'train on it: {training_command(folder, tokenizer, val, train)}')
 
 

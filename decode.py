@@ -2,10 +2,10 @@
 
     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
-A token runs through layer.layer, the same equations as in training, with a Ring for keys and
-values. On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
+A token runs through model.run_layer, the same equations as in training, with a RingCache for keys
+and values. On a GPU the whole step, sampling included, is one CUDA graph from the fourth token on.
 
-Shapes as in layer.py; W attention window, N = B * C cache heads of all streams.
+Shapes as in model.py; W attention window, N = B * C cache heads of all streams.
 """
 
 import itertools
@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.compiling import fused, graphed, using
-from support.ops import Heads, in_window, norm, rope_table, rotate, to_experts
-from model import LanguageModel, State, head_input, layer, softcap, step
+from model import LanguageModel, State, head_input, run_layer, softcap, step
+from ops import Heads, in_window, norm, rope_table, rotate, to_experts
+from support.compiling import fused, graphed, use_overrides
 from support.stream import Stream, replace
 
 # ---- a window over a stream of any length ------------------------------------------------------
@@ -34,7 +34,9 @@ class RingPosition:
     rotates all keys back by W: the keys of the last turn then have positions -W .. -1. A key is
     overwritten after W steps, so no angle exceeds W, and streams of any length stay exact."""
 
-    def __init__(self, B: int, widths: list[int], K: int, wide: torch.dtype, device: torch.device):
+    def __init__(
+        self, B: int, widths: list[int], K: int, state_dtype: torch.dtype, device: torch.device
+    ):
         """widths: of the layers' windows; every ring has W slots, as many as the widest needs."""
         self.W = W = max(widths)
         self.widths = tuple(set(widths))
@@ -43,7 +45,9 @@ class RingPosition:
         self.counters = torch.zeros(1 + B, dtype=torch.int64, device=device)
         self.head, self.count = self.counters[:1], self.counters[1:]
         like = torch.empty((), dtype=torch.float64)  # on the CPU: Apple's GPUs have no float64
-        self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(device, wide)  # (W + 1, 2, K)
+        self.rope = torch.stack(rope_table(W + 1, K, like), 1).to(
+            device, state_dtype
+        )  # (W + 1, 2, K)
         self.slot = torch.arange(W, device=device)
         self.newest = self.angles = self.biases = None  # of the current token, set by `advance`
         self.start(self.count)
@@ -77,9 +81,9 @@ def next_slot(counters: Tensor, rope: Tensor, widths: tuple) -> tuple[Tensor, Te
 
 
 @dataclass
-class Ring:
+class RingCache:
     """Keys, rotated by their slots, and values of one layer, (N, W, K) each: the cache of
-    layer.layer in decoding. A token sees the last `width` entries."""
+    model.run_layer in decoding. A token sees the last `width` entries."""
 
     position: RingPosition
     heads: Heads
@@ -172,17 +176,17 @@ def head_and_sample(
 class Decoder:
     """B streams of a model whose weights do not change. `logits` (B, V) are those of the last step.
 
-    amp: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature = 0 is
-    greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None for
-    torch's default generator. Functions are compiled while graphs.fused.enabled, and those that
-    have a Triton form in model.forms (forms.choose_forms) run in it."""
+    compute_dtype: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature =
+    0 is greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None
+    for torch's default generator. Functions are compiled while compiling.fused.enabled, and those
+    that have a Triton override in model.overrides (kernels.choose_overrides) run in it."""
 
     @torch.no_grad()
     def __init__(
         self,
         model: LanguageModel,
         B: int,
-        amp: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype = torch.float32,
         temperature: float = 0,
         top_k: int = 0,
         seed: int | torch.Generator | None = 0,
@@ -190,33 +194,35 @@ class Decoder:
     ):
         c = model.config
         device = model.embedding.device
-        wide = model.embedding.dtype  # of everything but matrix products
-        dtype = amp if amp == torch.bfloat16 else wide  # of matrix products
+        state_dtype = model.embedding.dtype  # of everything but matrix products
+        dtype = (
+            compute_dtype if compute_dtype == torch.bfloat16 else state_dtype
+        )  # of matrix products
         self.model = model
-        self.amp = amp
+        self.compute_dtype = compute_dtype
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
         self.generator = seed
         if isinstance(seed, int):
             self.generator = torch.Generator(device).manual_seed(seed)
-        self.weights = model.layer_weights(B, dtype)  # cast once
+        self.weights = model.bind_weights(B, dtype)  # cast once
         self.embedding = model.embedding.detach()
         self.head = model.head.detach().to(dtype)
         widths = [w.window for w in self.weights]
-        self.position = RingPosition(B, widths, c.head_dim, wide, device)
+        self.position = RingPosition(B, widths, c.head_dim, state_dtype, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
         shape = (2, len(widths), B * model.heads.C, self.position.W, c.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rings = [
-            Ring(self.position, model.heads, keys, values, width)
+            RingCache(self.position, model.heads, keys, values, width)
             for keys, values, width in zip(self.keys, self.values, widths, strict=True)
         ]
         self.s = model.init_state(B).s
-        self.logits = torch.zeros(B, c.vocab_size, dtype=wide, device=device)
+        self.logits = torch.zeros(B, c.vocab_size, dtype=state_dtype, device=device)
         self.token = torch.zeros(B, dtype=torch.int64, device=device)
         self.steps = 0  # since the last load
-        self.graphs = {} if self.token.is_cuda else None  # graphs.graphed
+        self.graphs = {} if self.token.is_cuda else None  # compiling.graphed
 
     @torch.no_grad()
     def load(self, state: State) -> None:
@@ -246,7 +252,7 @@ class Decoder:
     def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
         model, config = self.model, self.model.config
-        with using(model.forms), torch.autocast(self.token.device.type, enabled=False):
+        with use_overrides(model.overrides), torch.autocast(self.token.device.type, enabled=False):
             self.position.advance()
             z = embed(self.token, self.embedding)
             if model.recurrent:
@@ -254,7 +260,7 @@ class Decoder:
             else:
                 s = z
                 for w, ring in zip(self.weights, self.rings, strict=True):
-                    s = layer(w, s, z, ring, config)
+                    s = run_layer(w, s, z, ring, config)
             noise = None
             if self.temperature:
                 noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
@@ -285,7 +291,7 @@ class Decoder:
         """Read tokens idx (B, T), block_size at a time, from a state, by default the initial one.
         Load the state after them into the decoder, and return it."""
         rows, T = len(idx), self.model.config.block_size
-        stream = Stream(self.model, rows, T, rows, amp=self.amp)
+        stream = Stream(self.model, rows, T, rows, compute_dtype=self.compute_dtype)
         if state is not None:
             replace(stream.state, state)
         stream.read(idx, progress)

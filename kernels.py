@@ -1,12 +1,12 @@
-"""Triton forms of functions of layer.py, unroll.py, decode.py and loss.py, written for Hopper GPUs:
-operands in bf16, sums and norms in fp32. The last section registers them in graphs.registered.
+"""Triton overrides of functions of model.py, unroll.py and decode.py, written for Hopper GPUs:
+operands in bf16, sums and norms in fp32. The last section registers them in compiling.registered.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because the
 interpreter's bf16 product is wrong.
 
-Shapes as in layer.py, except that N = B * C counts the cache heads of all streams (in `product`, N
+Shapes as in model.py, except that N = B * C counts the cache heads of all streams (in `product`, N
 is the number of output features). A row of qkv holds queries (C, M, K), keys (C, K) and values (C,
-K). A chunk of T tokens has S = W + T slots as in unroll.Slots: 0 .. W - 1 are carried entries
+K). A chunk of T tokens has S = W + T slots as in unroll.CacheLayout: 0 .. W - 1 are carried entries
 (those below W - count are empty); token t has slot W + t and sees the last `width` slots up to its
 own. No function here waits for the device. The token t and the first token of its group are
 integers on which no kernel is specialized, so that a loop over tokens compiles once.
@@ -14,7 +14,7 @@ integers on which no kernel is specialized, so that a loop over tokens compiles 
 In a kernel, as in NumPy, x[:, None] is a column, and a vector beside a tile (rows, columns) is a
 row.
 
-The choice of Triton forms (triton_kernels.py): those that agree in a trial and are faster.
+The choice of Triton overrides (kernels.py): those that agree in a trial and are faster.
 """
 
 import copy
@@ -33,20 +33,18 @@ from torch.autograd.function import once_differentiable
 from triton.language import constexpr
 
 import decode
-from support import compiling as graphs
-from support import ops as kernels
-import model as layer
-import model as loss
+import model
+import ops
 import unroll
-from decode import Decoder, Ring
-from support.compiling import enabled_forms, fused, registered, using
-from support.ops import Heads, Linear, gate_weights
-from unroll import GROUP, DeferredLinear, Window, release
-
+from decode import Decoder, RingCache
 from model import LanguageModel, State, randomize
+from ops import Heads, Linear, gate_weights
+from support import compiling
+from support.compiling import enabled_overrides, fused, registered, use_overrides
+from unroll import GROUP, ChunkCache, DeferredLinear, release
 
-EPS = constexpr(kernels.EPS)
-SOFTCAP = constexpr(loss.SOFTCAP)
+EPS = constexpr(ops.EPS)
+SOFTCAP = constexpr(model.SOFTCAP)
 F32 = constexpr(tl.float32)
 LOG2E = constexpr(math.log2(math.e))  # the hardware's exponential is base 2
 H100_SMS = 132
@@ -61,7 +59,7 @@ def padded(n: int, least: int = 16) -> int:
 
 # ---- attention ---------------------------------------------------------------------------------
 
-# The fields of kernels.Heads; its properties C and M, because a kernel sees fields only; BS, the
+# The fields of ops.Heads; its properties C and M, because a kernel sees fields only; BS, the
 # slots per step of a kernel's loop.
 Sizes = namedtuple('Sizes', (*Heads._fields, 'C', 'M', 'BS'))
 
@@ -144,9 +142,9 @@ def _weights(q, keys, values, n, seen, top, scale, h: constexpr):
 # score instead of the maximum: scores of normalized vectors lie within +-sqrt(K), and no
 # exponential overflows in fp32.
 #
-# The cache is the Window of a chunk, or a Ring of W slots, whose `head` is not None. A CUDA graph
-# replays the latter, so its newest slot is read from memory (decode.RingPosition). Its slots are
-# visited in the order of memory; a slot's age decides whether it is seen.
+# The cache is the ChunkCache of a chunk, or a RingCache of W slots, whose `head` is not None. A
+# CUDA graph replays the latter, so its newest slot is read from memory (decode.RingPosition). Its
+# slots are visited in the order of memory; a slot's age decides whether it is seen.
 @triton.jit(do_not_specialize=['t'])
 def _attention_kernel(qkv, cache, out, t, W, width, S, scale, h: constexpr):
     keys, values, count, cos, sin, angle_stride, unrotated, lse, head = cache
@@ -225,7 +223,7 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # over the whole window in fp32 would be the largest traffic of the loop. So this kernel adds only
 # to the slots of the token's group of F tokens, which the next tokens of the backward need at once.
 # For earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
-# product per group adds them (unroll.Window.add_before_group).
+# product per group adds them (unroll.ChunkCache.add_before_group).
 @triton.jit(do_not_specialize=['t', 'group'])
 def _attention_backward_kernel(
     datt, saved, cache, grads, rows, dqkv, t, group, W, width, S, F, scale, h: constexpr
@@ -310,7 +308,7 @@ def _launch(kernel, h: Heads, B: int, width: int) -> Callable:
 
 
 class AttendWindow(torch.autograd.Function):
-    """Compute layer.attend with a Window for token t: norm, RoPE, store and attention, in one
+    """Compute model.attend with a ChunkCache for token t: norm, RoPE, store and attention, in one
     kernel in the forward and one in the backward."""
 
     @staticmethod
@@ -318,7 +316,7 @@ class AttendWindow(torch.autograd.Function):
         slots, h = window.slots, window.heads
         N, S, _ = window.k.shape
         out = qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K)
-        lse = qkv.new_empty(N, h.M, dtype=slots.wide)  # log2 of the sum of exponentials
+        lse = qkv.new_empty(N, h.M, dtype=slots.state_dtype)  # log2 of the sum of exponentials
         angles = (slots.cos, slots.sin, h.K)
         cache = (window.k, window.v, slots.count, *angles, window.unrotated, lse, None)
         run = _launch(_attention_kernel, h, len(qkv), window.width)
@@ -337,7 +335,7 @@ class AttendWindow(torch.autograd.Function):
         F = unroll.GROUP
         window.start_backward(t)
         _, group, end = slots.group_of(t)
-        # Queries, weights, gradients of scores and of attended values (see Window.add) of the group
+        # Queries, weights, gradients of scores and of attended values (ChunkCache.add) of the group
         # so far, in buffers that the kernel fills token by token.
         if not window.pending:
             window.pending = [qkv.new_empty(N, F, h.M, columns) for columns in (K, S, S, K)]
@@ -366,12 +364,13 @@ class AttendWindow(torch.autograd.Function):
 
 
 def attend(qkv: Tensor, cache: object) -> Tensor:
-    """Compute layer.attend with a Window or a Ring; return NotImplemented for another cache."""
-    if isinstance(cache, Window):
+    """Compute model.attend with a ChunkCache or a RingCache; return NotImplemented for another
+    cache."""
+    if isinstance(cache, ChunkCache):
         t = cache.t
         cache.t += 1
         return AttendWindow.apply(cache, t, qkv)
-    if not isinstance(cache, Ring):
+    if not isinstance(cache, RingCache):
         return NotImplemented
     h, position = cache.heads, cache.position
     W = position.W
@@ -550,7 +549,7 @@ def norm_sum(
     return s, h, r
 
 
-# ---- layer.experts as a whole ------------------------------------------------------------------
+# ---- model.experts as a whole ------------------------------------------------------------------
 
 
 def _norm_backward(g: Tensor, x_hat: Tensor, r: Tensor) -> Tensor:
@@ -620,9 +619,9 @@ def _constant_coef(E: int, aggregation: str, device: torch.device) -> Tensor:
 
 
 def experts(
-    w: layer.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
+    w: model.LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
-    """Compute layer.experts. In the recurrent model the kernels do all of it; in GPT the first two
+    """Compute model.experts. In the recurrent model the kernels do all of it; in GPT the first two
     products and the operations around them, without a backward. Returns NotImplemented where
     gradients are wanted that the kernels do not compute."""
     differentiable = w.recurrent and isinstance(w.up, DeferredLinear)
@@ -632,7 +631,7 @@ def experts(
     if not w.recurrent:
         y, ss, _, _ = product(attended, w.wo.w, 'add', u)
         act, _, _, _ = product(y, w.up.w, 'relu', ss=ss)
-        return layer.merge(y, w.down(act), u, gates, config.aggregation, config.residual)
+        return model.combine_experts(y, w.down(act), u, gates, config.aggregation, config.residual)
     if gates is None:
         coef = _constant_coef(len(w.up.w), config.aggregation, u.device)
     else:
@@ -688,70 +687,73 @@ def slice_loss(
 # was written. After an edit of one of these functions, tests/test_triton.py shows the new hash:
 # enter it here if the form still computes the same.
 
-FORMS = {'attention': attend, 'experts': experts, 'loss': slice_loss}
+OVERRIDES = {'attention': attend, 'experts': experts, 'loss': slice_loss}
 REPLACES = {
     'attention': (
-        layer.attend,
-        layer.split_heads,
-        kernels.norm,
-        kernels.rotate,
-        kernels.in_window,
-        kernels.window_mask,
-        kernels.to_experts,
-        kernels.to_cache_heads,
-        unroll.Slots.bias,
-        Window.attend,
+        model.attend,
+        model.split_heads,
+        ops.norm,
+        ops.rotate,
+        ops.in_window,
+        ops.window_mask,
+        ops.to_experts,
+        ops.to_cache_heads,
+        unroll.CacheLayout.bias,
+        ChunkCache.attend,
         unroll.WindowAttention,
         unroll.store,
         unroll.probabilities,
         unroll.scores_backward,
-        Ring.attend,
+        RingCache.attend,
         decode.ring_attention,
         decode.next_slot,
     ),
     'experts': (
-        layer.experts,
-        layer.add_norm,
-        layer.activation,
-        layer.merge,
-        layer.aggregate,
-        kernels.norm,
-        kernels.gate_weights,
-        kernels.linear,
+        model.experts,
+        model.add_norm,
+        model.activation,
+        model.combine_experts,
+        model.aggregate,
+        ops.norm,
+        ops.gate_weights,
+        ops.linear,
         Linear,
         DeferredLinear.__call__,
     ),
-    'loss': (loss.slice_loss, loss.losses, loss.softcap),
+    'loss': (model.slice_loss, model.losses, model.softcap),
 }
 CODE = {
-    'attention': 'df7465faf146af77',
-    'experts': '110063965b3c180a',
-    'loss': 'c5a377fb93fca2e0',
+    'attention': 'dbb1acd4392aa8fe',
+    'experts': '3fdf7dae85454519',
+    'loss': 'e50ee3e8133850f5',
 }
-for name, form in FORMS.items():
-    if graphs.code_hash(REPLACES[name]) == CODE[name]:
-        graphs.registered[name] = form
+for name, form in OVERRIDES.items():
+    if compiling.code_hash(REPLACES[name]) == CODE[name]:
+        compiling.registered[name] = form
 
 
 # ---- which are used ------------------------------------------------------------------------------
 
 
-def choose_forms(model: torch.nn.Module, B: int, amp: torch.dtype) -> list[str]:
-    """Choose the Triton forms with which a model on a GPU runs B streams, set `model.forms`, and
-    return a line about each. What is tried is a training chunk, or in evaluation mode the decoding
-    of a token. amp: dtype of matrix products."""
+def choose_overrides(model: torch.nn.Module, B: int, compute_dtype: torch.dtype) -> list[str]:
+    """Choose the Triton overrides with which a model on a GPU runs B streams, set
+    `model.overrides`, and return a line about each. What is tried is a training chunk, or in
+    evaluation mode the decoding of a token. compute_dtype: dtype of matrix products."""
     weight = model.head
     has_forms = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
     if not weight.is_cuda or weight.dtype != torch.float32 or not has_forms:
         return []
-    with torch.cuda.device_of(weight), torch.autocast('cuda', amp, enabled=amp != torch.float32):
-        model.forms, lines = choose(lambda: make_trial(model, B))
+    with (
+        torch.cuda.device_of(weight),
+        torch.autocast('cuda', compute_dtype, enabled=compute_dtype != torch.float32),
+    ):
+        model.overrides, lines = choose(lambda: make_trial(model, B))
     release()  # blocks that were made without forms
     return lines
 
 
 def choose(
-    make_trial: Callable, names: Iterable[str] = tuple(FORMS)
+    make_trial: Callable, names: Iterable[str] = tuple(OVERRIDES)
 ) -> tuple[frozenset, list[str]]:
     """Return the names of the forms to use, and a line about each.
 
@@ -766,26 +768,28 @@ def choose(
 
         def measure(names: frozenset) -> tuple[torch.Tensor, float]:
             """Return the errors of the results with these forms, and the device time."""
-            with using(names):
+            with use_overrides(names):
                 return relative_errors(trial(False), exact), cuda_seconds(lambda: trial(False))
 
         plain, fastest = measure(chosen)
     except Exception as error:  # noqa: BLE001  a trial must never end a run
-        return chosen, [f'Triton forms not used: {first_line(error)}']
+        return chosen, [f'Triton overrides not used: {first_line(error)}']
     for name in names:
         if name not in registered:
-            lines.append(f'{name}: Triton form not used: a function that it replaces was edited')
+            lines.append(
+                f'{name}: Triton override not used: a function that it replaces was edited'
+            )
             continue
         try:
             errors, seconds = measure(chosen | {name})
         except Exception as error:  # noqa: BLE001  a form must never end a run
-            lines.append(f'{name}: Triton form not used: {first_line(error)}')
+            lines.append(f'{name}: Triton override not used: {first_line(error)}')
             continue
         agrees = bool((plain.isfinite() & (errors <= 3 * plain + 1e-3)).all())
         used = agrees and seconds < 0.95 * fastest
         speed = f'{1e6 * seconds:.0f} us, without it {1e6 * fastest:.0f} us'
         error = f'largest error {errors.max():.2%}, without it {plain.max():.2%}'
-        lines.append(f'{name}: Triton form {"used" if used else "not used"}: {speed}; {error}')
+        lines.append(f'{name}: Triton override {"used" if used else "not used"}: {speed}; {error}')
         if used:
             chosen, fastest = chosen | {name}, seconds
     return chosen, lines
@@ -796,7 +800,7 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
     runs on a copy of the model with random weights. exact: whether to run without autocast."""
     model = randomize(copy.deepcopy(model))
     device = model.head.device
-    amp = torch.is_autocast_enabled(device.type)
+    autocast = torch.is_autocast_enabled(device.type)
     random = torch.Generator().manual_seed(1)
     x, y = torch.randint(len(model.head), (2, B, GROUP + 1), generator=random).to(device)
     empty = model.init_state(B)
@@ -806,8 +810,8 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
     def run_chunk(exact: bool) -> list[torch.Tensor]:
         """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
         and all gradients."""
-        model.forms = enabled_forms()
-        with torch.enable_grad(), torch.autocast(device.type, enabled=amp and not exact):
+        model.overrides = enabled_overrides()
+        with torch.enable_grad(), torch.autocast(device.type, enabled=autocast and not exact):
             loss, new = model(x, y, state)
         parameters = list(model.parameters())  # a hack may leave some of them unused
         grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
@@ -815,7 +819,7 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
 
     if model.training:
         return run_chunk
-    products = torch.bfloat16 if amp else torch.float32
+    products = torch.bfloat16 if autocast else torch.float32
     decoders = [Decoder(model, B, dtype) for dtype in (products, torch.float32)]
     for decoder in decoders:
         decoder.load(state)
@@ -823,7 +827,7 @@ def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tens
     @torch.no_grad()
     def run_token(exact: bool) -> list[torch.Tensor]:
         """Decode a token; return the logits, s, and the new keys and values."""
-        model.forms = enabled_forms()
+        model.overrides = enabled_overrides()
         decoder = decoders[exact]
         decoder.position.start(state.count)  # not `load`, which would count as time of the token
         decoder.s.copy_(state.s)

@@ -24,16 +24,15 @@ import re
 import tokenize
 import zlib
 
-from configurator import BROKEN, Mistake, configure, first_line, run_script
+from configurator import BROKEN, UserError, configure, first_line, run_script
 
 import numpy as np
 from numpy import ndarray
 from numpy.random import Generator
 
-from support.ranks import every, print0
-from support.files import write_atomic
 from support.export import call_hub
-from support.text import read_text
+from support.files import read_text, write_atomic
+from support.ranks import Throttle, print0
 
 # fmt: off
 levels_dir = ''             # folder of Boxoban's levels, as text or arrays; '': data/boxoban
@@ -128,7 +127,7 @@ def board_text(board: ndarray) -> str:
 def pack_codes(codes: ndarray, path: str, first: int = 0) -> ndarray:
     """Return packed levels (N, 17) from codes (N, 100).
 
-    Raises Mistake for a board that is no level. The message names the path and the number of the
+    Raises UserError for a board that is no level. The message names the path and the number of the
     level; `first` is the number of codes[0].
     """
     masks = [codes & bit > 0 for bit in (WALL, TARGET, BOX, PLAYER)]
@@ -144,18 +143,18 @@ def pack_codes(codes: ndarray, path: str, first: int = 0) -> ndarray:
     }
     for problem, found in problems.items():
         if found.any():
-            raise Mistake(f'{path}: level {first + int(found.argmax())} {problem}')
+            raise UserError(f'{path}: level {first + int(found.argmax())} {problem}')
     return pack(wall, target, box, agent.argmax(1))
 
 
 def check_levels(levels: ndarray, source: str) -> ndarray:
     """Return levels, as packed ones or as boards with either channel first, as packed levels (n,
-    17) with their boxes and targets in order. Raises Mistake, naming the source and the level, for
-    anything else."""
+    17) with their boxes and targets in order. Raises UserError, naming the source and the level,
+    for anything else."""
     are_boards = levels.dtype.kind in 'iu' and levels.shape[1:] == (SIZE, SIZE, 2)
     if not levels.size or not are_boards and (levels.dtype, levels.shape[1:]) != (np.uint8, (17,)):
         expected = 'expected uint8 of shape (N, 17) or integers of shape (N, 10, 10, 2)'
-        raise Mistake(f'{source}: {expected}, found {levels.dtype} of shape {levels.shape}')
+        raise UserError(f'{source}: {expected}, found {levels.dtype} of shape {levels.shape}')
     packed = []
     for first in range(0, len(levels), PART):
         part = levels[first : first + PART]
@@ -172,17 +171,17 @@ def check_levels(levels: ndarray, source: str) -> ndarray:
 def parse_text(text: str, path: str) -> ndarray:
     """Return packed levels (N, 17) from Boxoban's text.
 
-    Each level is a line `; index`, ten rows of ten characters and a blank line. Raises Mistake,
+    Each level is a line `; index`, ten rows of ten characters and a blank line. Raises UserError,
     naming the path and the level, for anything else.
     """
     head, *blocks = ('\n' + text).split('\n;')
     if head.strip() or not blocks:
-        raise Mistake(f'{path}: level 0 does not start with a line "; index"')
+        raise UserError(f'{path}: level 0 does not start with a line "; index"')
     characters = ''
     for index, block in enumerate(blocks):
         rows = [row for row in block.split('\n')[1:] if row]
         if [len(row) for row in rows] != [SIZE] * SIZE:
-            raise Mistake(f'{path}: level {index} is not ten rows of ten characters')
+            raise UserError(f'{path}: level {index} is not ten rows of ten characters')
         characters += ''.join(rows)
     codes = np.full(256, 255, np.uint8)  # by ASCII code
     codes[[ord(character) for character in SYMBOLS]] = list(SYMBOLS.values())
@@ -192,13 +191,13 @@ def parse_text(text: str, path: str) -> ndarray:
 
 def read_file(path: str) -> ndarray:
     """Return the packed levels (N, 17) of a file: Boxoban's text, or a .npy array as check_levels
-    takes it. Raises Mistake if the file is damaged or holds a board that is no level."""
+    takes it. Raises UserError if the file is damaged or holds a board that is no level."""
     if not path.endswith('.npy'):
         return parse_text(read_text(path), path)
     try:
         levels = np.load(path, mmap_mode='r')  # mapped, so that a damaged header allocates nothing
     except BROKEN_ARRAY as error:
-        raise Mistake(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
+        raise UserError(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
     return check_levels(np.asarray(levels), path)
 
 
@@ -226,13 +225,13 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
     The files of a split are in levels_dir ('': data/boxoban); `download`: if there are none,
     Jumanji's copy of Boxoban is downloaded into it. (Jumanji 1.1.2 replaces the last level of each
     of Boxoban's text files by the one before, and its copy may have been made that way: prefer the
-    text files where you have them.) Raises Mistake if there are no levels, or if a file is damaged.
-    """
+    text files where you have them.) Raises UserError if there are no levels, or if a file is
+    damaged."""
     folder = levels_dir or os.path.join('data', 'boxoban')
     if os.path.isfile(split):
         paths, source = [split], split
     elif not re.fullmatch(r'\w+(-\w+)*', split):
-        raise Mistake(f'{split!r}: no such file; a split has a name such as unfiltered-train')
+        raise UserError(f'{split!r}: no such file; a split has a name such as unfiltered-train')
     else:
         if download and not split_files(folder, split):
             print(f'downloading {split}.npy of {HUB}', flush=True)
@@ -244,7 +243,7 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
         missing = f'no {split}.npy, {split}.txt or {split}_000.txt'
         command = f'python levels.py --split={split} --download=True --levels_dir="{folder}"'
         advice = f"`{command}` downloads {split}; the split 'generated' needs no files"
-        raise Mistake(f'{folder}: {missing}: {advice}')
+        raise UserError(f'{folder}: {missing}: {advice}')
     levels = np.concatenate([read_file(path) for path in paths])
     warn_of_repeats(levels, f'levels of {source} repeat an earlier one')
     return levels, f'{len(levels):,} levels of {source}'
@@ -271,7 +270,7 @@ def warn_of_repeats(levels: ndarray, text: str, known: ndarray | None = None) ->
 def select_levels(settings: dict, evaluation: bool = False) -> tuple[ndarray, str]:
     """Return the packed levels (N, 17) that train_sokoban.py's settings ask for, and a line that
     describes them: all levels of `split`; or, for an evaluation, the first `eval_games` of
-    `eval_split`. Raises Mistake if there are none."""
+    `eval_split`. Raises UserError if there are none."""
     split = settings['eval_split' if evaluation else 'split']
     n = settings['eval_games' if evaluation else 'n_levels']
     if split == 'generated':
@@ -388,7 +387,7 @@ def generate(
 
     A level is for evaluation if its hash is a multiple of 8, otherwise for training, so that no
     level is ever in both sets. No box and no agent starts on a target. The result depends on the
-    arguments alone; with a larger n it starts with the same levels. Raises Mistake if an argument
+    arguments alone; with a larger n it starts with the same levels. Raises UserError if an argument
     is out of range.
     """
     for name, value, least, most in (
@@ -398,9 +397,9 @@ def generate(
         ('seed', seed, 0, math.inf),
     ):
         if not least <= value <= most:
-            raise Mistake(f'{name} = {value}: must be at least {least} and at most {most}')
+            raise UserError(f'{name} = {value}: must be at least {least} and at most {most}')
     rng = np.random.default_rng(seed)
-    is_due = every()
+    is_due = Throttle()
     levels, solutions = [], []
     while len(levels) < n:
         floor = carve(GENERATOR_BATCH, rng)

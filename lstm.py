@@ -10,14 +10,14 @@ Transformer needs no file: it is the non-recurrent model with n_expert = 1.
 
 import math
 
-from configurator import Mistake
+from configurator import UserError
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.export import PublishedModel
 from model import LanguageModel, Loss, ModelConfig, build_model
+from support.export import PublishedModel
 
 
 class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
@@ -27,7 +27,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     recurrent = True
     stream_dims = (1, 1)  # the dimension of h and of c that counts streams
-    forms = frozenset()  # it has no Triton forms
+    overrides = frozenset()  # it has no Triton overrides
     KIND = LanguageModel.KIND
     tied = LanguageModel.tied
     num_params = LanguageModel.num_params
@@ -57,7 +57,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         loss = F.cross_entropy(logits, targets.flatten())
         return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
 
-    def captures(self, state: tuple, T: int) -> bool:
+    def fits_one_graph(self, state: tuple, T: int) -> bool:
         """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""
         return False
 
@@ -73,9 +73,9 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         }
 
     @classmethod
-    def build(cls, about: dict) -> 'LSTM':
+    def build(cls, metadata: dict) -> 'LSTM':
         """Return an LSTM for the entries of a config.json."""
-        return build_lstm(ModelConfig(**about['model']), about['recurrent'])
+        return build_lstm(ModelConfig(**metadata['model']), metadata['recurrent'])
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this model."""
@@ -102,9 +102,9 @@ def match_hidden(V: int, D: int, target: int) -> int:
 
 def build_lstm(config: ModelConfig, recurrent: bool) -> LSTM:
     """Return an LSTM with as many parameters as RecurrentGPT has for the sizes in `config`. Raises
-    Mistake for recurrent = False."""
+    UserError for recurrent = False."""
     if not recurrent:
-        raise Mistake("arch = 'lstm': needs --recurrent=True")
+        raise UserError("arch = 'lstm': needs --recurrent=True")
     with torch.device('meta'):  # only to count
         target = build_model(config, recurrent=True).num_params()['total']
     return LSTM(config, match_hidden(config.vocab_size, config.n_embd, target))

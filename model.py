@@ -24,22 +24,22 @@ Experts i = 1..E:
     h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
     s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
 
-A is sum / sqrt(E) by default; `aggregate` has the other aggregations, `merge` the residuals. With
-the aggregation 'mean', shared k and v are divided by E too. The first layer of the recurrent model
-starts from the last layer's s at the token before (`step`), that of the non-recurrent model from s
-= z. Experts share keys and values in the recurrent model, unless share_kv = False, but not in the
-other.
+A is sum / sqrt(E) by default; `aggregate` has the other aggregations, `combine_experts` the
+residuals. With the aggregation 'mean', shared k and v are divided by E too. The first layer of the
+recurrent model starts from the last layer's s at the token before (`step`), that of the
+non-recurrent model from s = z. Experts share keys and values in the recurrent model, unless
+share_kv = False, but not in the other.
 
-Training in every mode, validation and decoding call `layer`. They differ in the class of the
-linears (kernels.Linear or unroll.DeferredLinear), in the cache, in whether `graphs.fused`
-compiles, and in the Triton forms that replace `attend` and `experts`. Autograd differentiates these
-equations, except where a backward is written by hand: for attention over an unroll.Window, RMSNorm
-on a CPU, the weights of a DeferredLinear and Triton forms.
+Training in every mode, validation and decoding call `run_layer`. They differ in the class of the
+linears (ops.Linear or unroll.DeferredLinear), in the cache, in whether `compiling.fused`
+compiles, and in the Triton overrides that replace `attend` and `experts`. Autograd differentiates
+these equations, except where a backward is written by hand: for attention over an
+unroll.ChunkCache, RMSNorm on a CPU, the weights of a DeferredLinear and Triton overrides.
 
-The caches of keys and values are unroll.Window (training and validation of the recurrent model),
-model.Sequence (whole sequences of the other) and decode.Ring (decoding). Each has `heads`
-(kernels.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k, unrotated,
-v)`, which stores keys and values and returns the attended values.
+The caches of keys and values are unroll.ChunkCache (training and validation of the recurrent
+model), model.SequenceCache (whole sequences of the other) and decode.RingCache (decoding). Each has
+`heads` (ops.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k,
+unrotated, v)`, which stores keys and values and returns the attended values.
 
 Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
 heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
@@ -48,7 +48,7 @@ dtype of the state.
 
 Two choices that the paper leaves open (paper/readings.md lists all of them): every expert of a
 layer reads the same u, and keys are normalized (`split_heads`) after they are summed over experts
-(model.Layer.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
+(model.LayerParams.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
 matrices can be summed before the product without changing the result.
 """
 
@@ -56,7 +56,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from configurator import Mistake, check_fields
+from configurator import UserError, check_fields
 
 import torch
 import torch.nn.functional as F
@@ -64,28 +64,28 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from support.compiling import fused, has_triton_form, using
-from support.export import PublishedModel
-from support.ops import (
+from ops import (
     Heads,
     Linear,
-    bf16_is_fast,
-    compute_dtype,
     gate_weights,
+    matmul_dtype,
     matmul_into,
     norm,
     rope_table,
     rotate,
     window_mask,
 )
+from support.compiling import fused, has_override, use_overrides
+from support.export import PublishedModel
+from support.ranks import bf16_is_fast
 from unroll import DeferredLinear, recomputes, release, run_chunk
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. A matrix W is a kernels.Linear: calling it on x returns x W^T, for each
+    """Weights of one layer. A matrix W is a ops.Linear: calling it on x returns x W^T, for each
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
     weight, or a setting that layers do not share, add a field here and fill it in
-    model.Layer.weights."""
+    model.LayerParams.weights."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -108,14 +108,16 @@ class LayerWeights(NamedTuple):
 # Each aggregation and the exponent of E in the scale of shared keys and values, which are
 # E ** -exponent times their sum over experts.
 AGGREGATIONS = {'sqrt_sum': 0.5, 'mean': 1.0, 'softmax_mean': 0.5, 'softmax_l2': 0.5}
-RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `merge`)
+RESIDUALS = ('expert', 'shared')  # of the non-recurrent model (see `combine_experts`)
 
 
 # ---- fused functions: one kernel each way when compiled ----------------------------------------
 
 
 @fused
-def mix(s: Tensor, z: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def mix_state_and_token(
+    s: Tensor, z: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the experts' common input u = a s + b z (N, D), and RMSNorm(u) in `dtype`."""
     u = a * s + b * z
     return u, norm(u).to(dtype)
@@ -158,7 +160,7 @@ def activation(x: Tensor) -> Tensor:
 
 
 @fused
-def merge(
+def combine_experts(
     y: Tensor, x: Tensor, u: Tensor, gates: Tensor | None, aggregation: str, residual: str
 ) -> Tensor:
     """Aggregate the outputs h_i = y_i + x_i of E experts, (E, N, D), and return (N, D).
@@ -215,13 +217,13 @@ def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
     """Return the router's gates (N, E): the softmax over experts i of q . k_i / sqrt(r), where
     q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
 
-    The keys k_i do not depend on the tokens, so model.Layer.weights computes them."""
+    The keys k_i do not depend on the tokens, so model.LayerParams.weights computes them."""
     q = w.router_q(router_input(z, s, w.dtype))  # (N, r)
     q = add_bias(q, w.router_q_bias, w.dtype)
     return softmax_gates(w.router_keys(q), q.size(-1), s.dtype)
 
 
-@has_triton_form('attention')
+@has_override('attention')
 def attend(qkv: Tensor, cache: object) -> Tensor:
     """Store the keys and values of the rows qkv (N, (C M + 2 C) K) in the cache, attend from their
     queries, and return the attended values (E, N, H K)."""
@@ -229,7 +231,7 @@ def attend(qkv: Tensor, cache: object) -> Tensor:
     return cache.attend(q, k, unrotated, v)
 
 
-@has_triton_form('experts')
+@has_override('experts')
 def experts(
     w: LayerWeights, u: Tensor, attended: Tensor, gates: Tensor | None, config: object
 ) -> Tensor:
@@ -238,15 +240,15 @@ def experts(
     y, x = add_norm(u, w.wo(attended), w.dtype)  # (E, N, D)
     x = w.down(activation(w.up(x)))
     residual = 'norm' if w.recurrent else config.residual
-    return merge(y, x, u, gates, config.aggregation, residual)
+    return combine_experts(y, x, u, gates, config.aggregation, residual)
 
 
-def layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
+def run_layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
     """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
     cache: this layer's keys and values; config: a model.ModelConfig."""
     gates = None if w.router_q is None else route(w, s, z)
     if w.recurrent:
-        u, x = mix(s, z, w.a, w.b, w.dtype)
+        u, x = mix_state_and_token(s, z, w.a, w.b, w.dtype)
     else:
         u, x = s, norm_to(s, w.dtype)
     attended = attend(w.wqkv(x), cache)  # (E, N, H K)
@@ -257,7 +259,7 @@ def step(weights: list[LayerWeights], s: Tensor, z: Tensor, caches: list, config
     """Run all layers of the recurrent model on one token per stream, from the last layer's output s
     at the token before, and return the last layer's output at this token; s and z are (B, D)."""
     for w, cache in zip(weights, caches, strict=True):
-        s = layer(w, s, z, cache, config)
+        s = run_layer(w, s, z, cache, config)
     return s
 
 
@@ -300,7 +302,7 @@ def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Ten
     return objective, cross_entropy
 
 
-@has_triton_form('loss')
+@has_override('loss')
 def slice_loss(
     logits: Tensor, targets: Tensor, scale: float, config: object
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -361,7 +363,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
     """Return the mean losses of the logits x @ weight^T. x (N, D), weight (V, D), targets (N,)
     int64. Where no gradient is wanted, both losses are the cross-entropy."""
     wants_grads = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    dtype = compute_dtype(x)
+    dtype = matmul_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         return Loss(*HeadLoss.apply(x, weight, targets, dtype, config, wants_grads))
 
@@ -383,7 +385,7 @@ RANGES = {  # the values that fields of ModelConfig can have, as in configurator
 
 @dataclass
 class ModelConfig:
-    """Sizes and choices of a model. Raises Mistake, naming the field, if they do not fit
+    """Sizes and choices of a model. Raises UserError, naming the field, if they do not fit
     together. train_lm.py takes vocab_size from the tokenizer, and each other field from its
     setting of the same name."""
 
@@ -395,9 +397,11 @@ class ModelConfig:
     n_kv_head: int = 0  # G; 0 = H/2 (H when H is odd)
     window: int = 128  # W, the current token included
     block_size: int = 64  # T, tokens per training chunk
-    aggregation: str = 'sqrt_sum'  # one of layer.AGGREGATIONS
+    aggregation: str = 'sqrt_sum'  # one of model.AGGREGATIONS
     share_kv: bool = True  # recurrent: one cache per layer; False = one per expert
-    residual: str = 'expert'  # GPT: one per expert (the paper's rule), or 'shared' (layer.merge)
+    residual: str = (
+        'expert'  # GPT: one per expert (the paper's rule), or 'shared' (model.combine_experts)
+    )
     router_dim: int = 64  # r, width of the router's queries and keys (routed aggregations)
     init_b: str = 'one'  # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
     mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
@@ -407,18 +411,18 @@ class ModelConfig:
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:
-                raise Mistake(
+                raise UserError(
                     f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
                     'set n_head'
                 )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head
         if D % H or (D // H) % 2:
-            raise Mistake(f'n_head = {H}: n_embd = {D} must split into heads of an even size')
+            raise UserError(f'n_head = {H}: n_embd = {D} must split into heads of an even size')
         if self.n_kv_head == 0:
             self.n_kv_head = H // 2 if H % 2 == 0 else H
         if H % self.n_kv_head:
-            raise Mistake(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
+            raise UserError(f'n_kv_head = {self.n_kv_head}: n_head = {H} must be a multiple of it')
 
     @property
     def head_dim(self) -> int:
@@ -459,7 +463,7 @@ def is_matrix(p: Tensor) -> bool:
     return p.dim() > 1 and min(p.shape[-2:]) > 1
 
 
-class Layer(nn.Module):
+class LayerParams(nn.Module):
     """Weights of one layer's E experts, stacked, each matrix (out, in), without biases. wo and down
     start at zero, so that every expert starts as the identity."""
 
@@ -488,8 +492,8 @@ class Layer(nn.Module):
             self.expert_embedding = nn.Parameter(torch.randn(E, r))
 
     def weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
-        """Return the weights as layer.layer takes them for N rows; gradients flow back to the
-        parameters. dtype: of matrix products; linear: kernels.Linear or unroll.DeferredLinear."""
+        """Return the weights as model.run_layer takes them for N rows; gradients flow back to the
+        parameters. dtype: of matrix products; linear: ops.Linear or unroll.DeferredLinear."""
         w = LayerWeights(
             wqkv=linear(self.merged_qkv(), dtype),
             wo=linear(self.wo, dtype),
@@ -537,15 +541,19 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
-    graphs = False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
-    forms = frozenset()  # Triton forms in use (forms.choose_forms)
+    cuda_graphs = (
+        False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
+    )
+    overrides = frozenset()  # Triton overrides in use (kernels.choose_overrides)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         # `core` normalizes the scale of the embedding away
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))
-        self.layers = nn.ModuleList(Layer(config, self.recurrent) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(
+            LayerParams(config, self.recurrent) for _ in range(config.n_layer)
+        )
         self.head = nn.Parameter(torch.zeros(config.vocab_size, config.n_embd))
         if self.tied:  # the head cannot be zero: it starts at GPT-2's 0.02
             self.head.data.mul_(0.02)
@@ -559,14 +567,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     @property
     def n_caches(self) -> int:
-        """Return the number of caches: one for each entry of layer_weights."""
+        """Return the number of caches: one for each entry of bind_weights."""
         return len(self.layers)
 
-    def layer_weights(
-        self, N: int, dtype: torch.dtype, linear: type = Linear
-    ) -> list[LayerWeights]:
+    def bind_weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> list[LayerWeights]:
         """Return the weights of the layers for N rows, in the order in which they run (see
-        Layer.weights). A layer that runs several times stands here several times."""
+        LayerParams.weights). A layer that runs several times stands here several times."""
         return [module.weights(N, dtype, linear) for module in self.layers]
 
     def init_state(self, B: int) -> State:
@@ -576,14 +582,14 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         heads = self.heads
         device = self.embedding.device
         shape = (2, self.n_caches, B, heads.C, c.window, heads.K)
-        k, v = torch.zeros(shape, dtype=compute_dtype(self.embedding), device=device)
+        k, v = torch.zeros(shape, dtype=matmul_dtype(self.embedding), device=device)
         width = c.n_embd if self.recurrent else 0  # all modes take the width from here
         s = torch.zeros(B, width, dtype=self.embedding.dtype, device=device)
         return State(s, k, v, torch.zeros(B, dtype=torch.int64, device=device))
 
-    def captures(self, state: State, T: int) -> bool:
+    def fits_one_graph(self, state: State, T: int) -> bool:
         """Return whether a chunk of T tokens from this state, () if none is carried, is one CUDA
-        graph. If not, `graphs` captures its parts."""
+        graph. If not, `cuda_graphs` captures its parts."""
         return True
 
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
@@ -593,7 +599,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             reason = 'the state requires a gradient, but none flows into the chunk before'
             raise ValueError(f'{reason}: pass state.detach(), or both chunks as one')
         z = norm_to(F.embedding(idx, self.embedding), self.embedding.dtype)
-        with using(self.forms):
+        with use_overrides(self.overrides):
             s, state = self.hidden(z, state)
         return head_input(s, self.config), state
 
@@ -608,10 +614,10 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         chunk, as in training, and returns None as the state."""
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
-            with using(self.forms):
+            with use_overrides(self.overrides):
                 loss = head_loss(x.flatten(0, 1), self.head, targets.flatten(), self.config)
             return loss, state
-        dtype = compute_dtype(x)
+        dtype = matmul_dtype(x)
         return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
 
     def num_params(self) -> dict[str, int]:
@@ -669,15 +675,15 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             'scalars': [p for p in self.parameters() if id(p) not in known],
         }
 
-    # ---- saved models (hub.PublishedModel)
+    # ---- saved models (export.PublishedModel)
 
-    KIND = 'tokenizer'  # see hub.PublishedModel
+    KIND = 'tokenizer'  # see export.PublishedModel
 
     @classmethod
-    def build(cls, about: dict) -> 'LanguageModel':
+    def build(cls, metadata: dict) -> 'LanguageModel':
         """Return a model for the entries of a config.json. Raises KeyError, TypeError or ValueError
         if they describe no model."""
-        config, recurrent = ModelConfig(**about['model']), about['recurrent']
+        config, recurrent = ModelConfig(**metadata['model']), metadata['recurrent']
         if not isinstance(recurrent, bool):
             raise TypeError(f'recurrent = {recurrent!r}')
         return build_model(config, recurrent)
@@ -686,7 +692,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Return the entries of config.json that rebuild this model."""
         sizes = asdict(self.config)
         del sizes['mode']  # the same model runs in every mode
-        tokenizer = self.about.get('tokenizer')
+        tokenizer = self.metadata.get('tokenizer')
         return {'recurrent': self.recurrent, 'tokenizer': tokenizer, 'model': sizes}
 
 
@@ -702,17 +708,17 @@ class RecurrentGPT(LanguageModel):
         """Run the layers on z (B, T, D); return s[L] at every token (B, T, D), and the state."""
         state = self.init_state(z.size(0)) if state is None else state
         linear = DeferredLinear if self.config.mode == 'fast' else Linear
-        dtype = compute_dtype(z)
-        with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
-            weights = self.layer_weights(len(z), dtype, linear)
+        dtype = matmul_dtype(z)
+        with torch.autocast(z.device.type, enabled=False):  # model.py casts explicitly
+            weights = self.bind_weights(len(z), dtype, linear)
             out, new = run_chunk(
-                step, z.transpose(0, 1), state, weights, self.heads, self.config, self.graphs
+                step, z.transpose(0, 1), state, weights, self.heads, self.config, self.cuda_graphs
             )
         return out.transpose(0, 1), State(*new)
 
-    def captures(self, state: State, T: int) -> bool:
+    def fits_one_graph(self, state: State, T: int) -> bool:
         """Return whether a chunk is one CUDA graph: whether it is short enough not to run in blocks
-        that are recomputed in the backward (recompute.py)."""
+        that are recomputed in the backward (unroll.py)."""
         return not recomputes(state.k, self.heads.M, T)
 
 
@@ -720,9 +726,9 @@ class RecurrentGPT(LanguageModel):
 
 
 @dataclass
-class Sequence:
-    """Keys and values of one layer for whole sequences: the cache of layer.layer in GPT. A token
-    sees the last `width` entries, or without a mask all before it."""
+class SequenceCache:
+    """Keys and values of one layer for whole sequences: the cache of model.run_layer in GPT. A
+    token sees the last `width` entries, or without a mask all before it."""
 
     B: int
     T: int
@@ -781,21 +787,23 @@ class GPT(LanguageModel):
         """Run the layers on z (B, T, D); return s[L] (B, T, D), and the state. Without a state,
         attention is causal over the chunk. With one, it sees a window of W over cached and new
         tokens, so that every split of a stream into chunks gives the same result."""
-        c, dtype = self.config, compute_dtype(z)
+        c, dtype = self.config, matmul_dtype(z)
         B, T, _ = z.shape
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
-        weights = self.layer_weights(B * T, dtype)
+        weights = self.bind_weights(B * T, dtype)
         masks = {  # by width of the window; None: causal
             width: None if state is None else window_mask(state.count, T, width)
             for width in {w.window for w in weights}
         }
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new = []
-        with torch.autocast(z.device.type, enabled=False):  # layer.py casts explicitly
+        with torch.autocast(z.device.type, enabled=False):  # model.py casts explicitly
             for l, w in enumerate(weights):
                 cached = None if state is None else (state.k[l], state.v[l])
-                s, *kv = sequence_layer(w, s, z, cos, sin, cached, masks[w.window], self.heads, c)
+                s, *kv = run_layer_on_sequence(
+                    w, s, z, cos, sin, cached, masks[w.window], self.heads, c
+                )
                 new.append(kv)
         if state is None:
             return s, None
@@ -804,7 +812,7 @@ class GPT(LanguageModel):
 
 
 @fused
-def sequence_layer(
+def run_layer_on_sequence(
     w: LayerWeights,
     s: Tensor,
     z: Tensor,
@@ -828,8 +836,8 @@ def sequence_layer(
         k, v = (x[:, :, -width:] for x in cached)
         cos, sin = cos[-width - T :], sin[-width - T :]
         past = (rotate(k, cos[:width], sin[:width]).to(w.dtype), v.to(w.dtype))
-    cache = Sequence(B, T, heads, cos[-T:], sin[-T:], past, mask)
-    s = layer(w, s.flatten(0, 1), z.flatten(0, 1), cache, config)  # (B T, D)
+    cache = SequenceCache(B, T, heads, cos[-T:], sin[-T:], past, mask)
+    s = run_layer(w, s.flatten(0, 1), z.flatten(0, 1), cache, config)  # (B T, D)
     s = s.unflatten(0, (B, T))
     if cached is None:
         return s, None, None
@@ -852,9 +860,9 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
-    """Return RecurrentGPT or GPT. Raises Mistake for a setting of the other kind."""
+    """Return RecurrentGPT or GPT. Raises UserError for a setting of the other kind."""
     for name in ['residual'] if recurrent else ['share_kv', 'init_b']:
         value = getattr(config, name)
         if value != getattr(ModelConfig, name):  # the default
-            raise Mistake(f'{name} = {value!r} is for recurrent = {not recurrent}')
+            raise UserError(f'{name} = {value!r} is for recurrent = {not recurrent}')
     return RecurrentGPT(config) if recurrent else GPT(config)

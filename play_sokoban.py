@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from configurator import Mistake, configure, run_script
+from configurator import UserError, configure, run_script
 
 import numpy as np
 import torch
@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from support import ranks as common
-from levels import WALL, board_text, plan_image, save_gif, select_levels
 from convlstm import PROBE, Agent, load_agent
-from support.files import read_tensors
-from support.export import load_weights
+from levels import WALL, board_text, plan_image, save_gif, select_levels
 from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
+from support import ranks
+from support.export import load_weights
+from support.files import read_tensors
 
 # fmt: off
 out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
@@ -101,7 +101,7 @@ def read_plans(features: Tensor) -> ndarray:
     """Return the plans (T + 1, 10, 10) that the probe reads from a game's s[L] (T, 10, 10, C).
 
     The plan after the last step has no arrows. Without a probe no plan has any. Raises
-    Mistake if the probe's file is damaged or does not fit the agent.
+    UserError if the probe's file is damaged or does not fit the agent.
     """
     plans = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, PROBE)
@@ -246,22 +246,22 @@ def main() -> None:
     """Export the agent, measure it, write a GIF or show games, depending on the settings."""
     configure(globals(), quiet=True)
     if bool(out_dir) == bool(policy):
-        raise Mistake('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
+        raise UserError('name one: --out_dir=FOLDER for an agent, or --policy=module:function')
     if sum(map(bool, (policy or measure, export, gif))) > 1:
-        raise Mistake(
+        raise UserError(
             'measure (which policy implies), export and gif exclude each other: choose one'
         )
     if not greedy and (policy or not measure):
-        raise Mistake(
+        raise UserError(
             'greedy = False samples actions, and needs --measure and an agent, not a policy'
         )
-    torch_device = common.pick_device(device)
+    torch_device = ranks.pick_device(device)
     about = EASY
     if policy:
         agent = load_policy(policy)
     else:
         agent = load_agent(out_dir, which, torch_device)
-        about = {**EASY, **agent.about.get('settings', {})}
+        about = {**EASY, **agent.metadata.get('settings', {})}
     if export:
         agent.save_pretrained(export)
         print(f'{export}: the agent of {out_dir}')
@@ -283,7 +283,7 @@ def main() -> None:
         return
     if level >= len(packed):
         there_are = f'there are {len(packed)} levels, counted from 0'
-        raise Mistake(f'level = {level}: {there_are}: --n_levels uses more of a split')
+        raise UserError(f'level = {level}: {there_are}: --n_levels uses more of a split')
     if gif:
         game = play_level(agent, packed, level, torch_device, time_limit)
         save_gif(list(map(plan_image, game.boards, game.plans)), gif, ms)

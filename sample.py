@@ -22,20 +22,21 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from configurator import Mistake, configure, run_script
+from configurator import UserError, configure, run_script
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from support import ranks as common
-from lstm import LSTM
 from decode import Decoder, progress
-from support.export import CARD, export_in
+from lstm import LSTM
 from model import EVAL_CHUNK, LanguageModel
+from support import ranks
+from support.export import CARD, export_in
+from support.files import read_text
 from support.run_folder import CONFIG, WEIGHTS, settings_of
 from support.stream import Stream
-from support.text import VOCAB, Tokenizer, get_tokenizer, read_text
+from tokenizer import VOCAB, Tokenizer, get_tokenizer
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -82,18 +83,18 @@ CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')  # all but newline and tab
 
 
 def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
-    """Return the model of a run or of an export, in fp32. Raises Mistake."""
-    about = settings_of(folder) or settings_of(export_in(folder))
-    model_type = LSTM if about.get('arch') == 'lstm' else LanguageModel
+    """Return the model of a run or of an export, in fp32. Raises UserError."""
+    metadata = settings_of(folder) or settings_of(export_in(folder))
+    model_type = LSTM if metadata.get('arch') == 'lstm' else LanguageModel
     model = model_type.load_trained(folder, which, device)
-    name, V = model.about['tokenizer'], model.config.vocab_size
+    name, V = model.metadata['tokenizer'], model.config.vocab_size
     if VOCAB.get(name) != V:
-        raise Mistake(f'{folder}: tokenizer = {name!r} does not fit vocab_size = {V}')
+        raise UserError(f'{folder}: tokenizer = {name!r} does not fit vocab_size = {V}')
     return model
 
 
 def export_model() -> None:
-    """Write the model of out_dir into the folder `export`, in the format of hub.py."""
+    """Write the model of out_dir into the folder `export`, in the format of export.py."""
     model = load_model(out_dir, which)
     if dtype == 'bfloat16':
         model = model.bfloat16()
@@ -181,15 +182,17 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
         state = decoder.state()
 
 
-def score_text(model: LanguageModel | LSTM, tokenizer: Tokenizer, amp: torch.dtype) -> None:
+def score_text(
+    model: LanguageModel | LSTM, tokenizer: Tokenizer, compute_dtype: torch.dtype
+) -> None:
     """Print the loss on the text of the file `score`, read as one document in a single stream."""
     name = score.removeprefix('FILE:')
     text = read_text(name)
     if not text:
-        raise Mistake(f'score = {score!r}: there is no text in it')
+        raise UserError(f'score = {score!r}: there is no text in it')
     ids = torch.from_numpy(tokenizer.encode_document(text).astype(np.int64))[None]  # (1, 1 + n)
     T = min(model.config.block_size, EVAL_CHUNK)
-    sums = Stream(model, 1, T, amp=amp).score(ids[:, :-1], ids[:, 1:], progress)
+    sums = Stream(model, 1, T, compute_dtype=compute_dtype).score(ids[:, :-1], ids[:, 1:], progress)
     nats, tokens = sums.tolist()
     size = len(text.encode())  # bytes
     loss = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'
@@ -200,32 +203,32 @@ def main() -> None:
     """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
     if [bool(export), bool(score), interactive].count(True) > 1:
-        raise Mistake('export, score and interactive exclude each other: choose one')
+        raise UserError('export, score and interactive exclude each other: choose one')
     if interactive and max_new_tokens == 0:
-        raise Mistake('max_new_tokens = 0: interactive needs at least 1, or -1')
+        raise UserError('max_new_tokens = 0: interactive needs at least 1, or -1')
     if export:
         export_model()
         return
 
-    device_ = common.pick_device(device)
-    amp = common.pick_dtype(dtype, device_)
+    device_ = ranks.pick_device(device)
+    compute_dtype = ranks.pick_dtype(dtype, device_)
     model = load_model(out_dir, which, device_)
-    tokenizer = get_tokenizer(model.about['tokenizer'])
+    tokenizer = get_tokenizer(model.metadata['tokenizer'])
     if score:
-        score_text(model, tokenizer, amp)
+        score_text(model, tokenizer, compute_dtype)
         return
 
     if isinstance(model, LSTM):
-        raise Mistake(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
+        raise UserError(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
     if model.head.is_cuda:
-        from kernels import choose_forms  # needs triton
+        from kernels import choose_overrides  # needs triton
 
-        for line in choose_forms(model, 1, amp):
+        for line in choose_overrides(model, 1, compute_dtype):
             print(line, file=sys.stderr)
     decoder = Decoder(
         model,
         B=1,
-        amp=amp,
+        compute_dtype=compute_dtype,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -239,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, explain=common.error_explainer('a smaller model takes less'))
+    run_script(main, explain=ranks.error_explainer('a smaller model takes less'))

@@ -6,7 +6,7 @@ target, -1 for one pushed off, +10 when all boxes are on targets. An episode end
 solved or at the time limit, 120 steps by default; both are terminations, so no value is
 bootstrapped.
 
-boxoban.py has the levels, gym_sokoban.py the environment for Gymnasium and Jumanji's own.
+levels.py has the levels, sokoban_gym.py the environment for Gymnasium and Jumanji's own.
 
 Shape letters: N boards or levels that are processed together, n levels in all.
 """
@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 
-from configurator import Mistake, first_line
+from configurator import UserError, first_line
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from levels import AGENT, BOX, CELLS, DELTA, PLAYER, SIZE, TARGET, WALL, unpack
-from support.ranks import every, fill, print0
+from support.ranks import Throttle, fill, print0
 
 TIME_LIMIT = 120  # default: most steps of an episode
 EVALUATION_BATCH = 256  # boards that are evaluated at once
@@ -177,7 +177,7 @@ class SokobanEnv:
         return reward, done, solved
 
     def observe(self) -> Tensor:
-        """Return the boards (N, 10, 10, 2) uint8 in the form of boxoban.py."""
+        """Return the boards (N, 10, 10, 2) uint8 in the form of levels.py."""
         variable = (self.grid & BOX).masked_fill_(self.cell == self.agent[:, None], AGENT)
         return torch.stack([variable, self.grid & (WALL | TARGET)], -1).view(self.N, SIZE, SIZE, 2)
 
@@ -192,14 +192,13 @@ class SokobanEnv:
 class JumanjiEnv(SokobanEnv):
     """The same boards, moved by Jumanji's own Sokoban-v0.
 
-    Raises Mistake if a level has fewer than four boxes. jumanji and jax are imported nowhere else,
-    and the jax that requirements.txt pins runs on the CPU.
-    """
+    Raises UserError if a level has fewer than four boxes. jumanji and jax are imported nowhere
+    else, and the jax that requirements.txt pins runs on the CPU."""
 
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)
         if ((self.grids & BOX) > 0).sum(1).min() < 4:
-            raise Mistake("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
+            raise UserError("env = 'jumanji' needs levels with 4 boxes, and some have fewer")
         import jax
         from jumanji.environments import Sokoban
         from jumanji.environments.routing.sokoban import generator, types
@@ -279,7 +278,7 @@ def run_episodes(
     n = len(levels)
     N = min(EVALUATION_BATCH, n)
     batches = []
-    is_due = every()
+    is_due = Throttle()
     for first in range(0, n, N):
         # the last batch wraps around to a full one, so that every batch has the same shape
         played = levels.take(range(first, first + N), axis=0, mode='wrap')
@@ -358,9 +357,8 @@ def load_policy(name: str) -> StatelessPolicy:
     """Return the policy of `module:function`, a function from observations (N, 10, 10, 2) uint8 to
     actions (N,), both numpy arrays.
 
-    Raises Mistake if there is no such function, or later if it returns anything but N actions from
-    0 to 3.
-    """
+    Raises UserError if there is no such function, or later if it returns anything but N actions
+    from 0 to 3."""
     sys.path.append(os.getcwd())
     try:
         choose_actions = pkgutil.resolve_name(name)
@@ -368,7 +366,7 @@ def load_policy(name: str) -> StatelessPolicy:
             raise TypeError('it is no function')
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         reason = first_line(error)
-        raise Mistake(f'policy = {name!r}: expected module:function ({reason})') from None
+        raise UserError(f'policy = {name!r}: expected module:function ({reason})') from None
 
     def logits(obs: Tensor) -> Tensor:
         actions = check_actions(choose_actions(obs.cpu().numpy()), len(obs), f'policy = {name!r}')
@@ -378,12 +376,12 @@ def load_policy(name: str) -> StatelessPolicy:
 
 
 def check_actions(actions: object, N: int, source: str) -> ndarray:
-    """Return actions as an array (N,) int64. Raises Mistake, naming the source, unless they are N
+    """Return actions as an array (N,) int64. Raises UserError, naming the source, unless they are N
     integers from 0 to 3."""
     found = np.asarray(actions)
     if found.dtype.kind not in 'iu' or found.shape != (N,) or not np.isin(found, range(4)).all():
         text = f'{found.ravel()[:3]}, {found.dtype} of shape {found.shape}'
-        raise Mistake(f'{source}: expected integers from 0 to 3 of shape ({N},), found {text}')
+        raise UserError(f'{source}: expected integers from 0 to 3 of shape ({N},), found {text}')
     return found.astype(np.int64)
 
 

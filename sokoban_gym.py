@@ -3,7 +3,7 @@
     env = gymnasium.make('sokoban_gym:ParallelExperts/Sokoban-v0', n_boxes=1)
     envs = gymnasium.make_vec('sokoban_gym:ParallelExperts/Sokoban-v0', num_envs=64)
 
-Observations are boards (10, 10, 2) uint8 as boxoban.py describes them; actions 0..3 are up, right,
+Observations are boards (10, 10, 2) uint8 as levels.py describes them; actions 0..3 are up, right,
 down, left. Both take the keywords of `make_boards` below, and render_mode: 'ansi' or 'rgb_array'.
 
 An episode is terminated when it is solved and, with time_limit, after that many steps, so that no
@@ -19,7 +19,7 @@ boards.
 import functools
 import math
 
-from configurator import Mistake
+from configurator import UserError
 
 import gymnasium
 import numpy as np
@@ -59,11 +59,11 @@ def make_boards(
     max_episode_steps as well.
     """
     if render_mode not in (None, *METADATA['render_modes']):
-        raise Mistake(f"render_mode = {render_mode!r}: expected None, 'ansi' or 'rgb_array'")
+        raise UserError(f"render_mode = {render_mode!r}: expected None, 'ansi' or 'rgb_array'")
     if time_limit is None:
         time_limit = math.inf
     if time_limit < 1:
-        raise Mistake(f'time_limit = {time_limit}: must be at least 1')
+        raise UserError(f'time_limit = {time_limit}: must be at least 1')
     if levels is None:
         levels = generate_once(n_levels, n_boxes, max_moves)
     else:
@@ -140,7 +140,7 @@ class GymVectorEnv(VectorEnv):
         super().reset(seed=seed)
         mask = np.asarray((options or {}).get('reset_mask', np.ones(self.num_envs, bool)))
         if mask.dtype != bool or mask.shape != (self.num_envs,):
-            raise Mistake(f'reset_mask: expected bool of shape ({self.num_envs},)')
+            raise UserError(f'reset_mask: expected bool of shape ({self.num_envs},)')
         self.boards.restart(int(self.np_random.integers(1 << 62)), torch.from_numpy(mask))
         return self.observe(), {}
 

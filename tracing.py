@@ -3,7 +3,7 @@
     found = trace(LanguageModel.from_pretrained('pretrained/lm'), torch.tensor([list(b'We the')]))
     found.attention[0][0, 0, 0, 5]  # layer 0, text 0, expert 0, head 0: from token 5 to all
 
-It runs the equations of layer.py with a cache and a linear that keep what passes through them.
+It runs the equations of model.py with a cache and a linear that keep what passes through them.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.ops import Linear, in_window, rope_table, to_experts
-from model import LanguageModel, layer, norm_to, step
+from model import LanguageModel, norm_to, run_layer, step
+from ops import Linear, in_window, rope_table, to_experts
 
 
 class Trace(NamedTuple):
@@ -37,7 +37,7 @@ class KeptInputs:
 
 
 class KeptWeights:
-    """A cache (see layer.py) of all keys and values, which keeps its attention weights. A token
+    """A cache (see model.py) of all keys and values, which keeps its attention weights. A token
     sees the last `width` of them."""
 
     def __init__(self, model: LanguageModel, T: int, width: int):
@@ -75,7 +75,7 @@ def trace(model: LanguageModel, ids: Tensor) -> Trace:
     z = norm_to(F.embedding(ids, model.embedding), model.embedding.dtype)  # (B, T, D)
     states = []
     with torch.autocast(ids.device.type, enabled=False):
-        weights = [w._replace(down=KeptInputs(w.down)) for w in model.layer_weights(B, z.dtype)]
+        weights = [w._replace(down=KeptInputs(w.down)) for w in model.bind_weights(B, z.dtype)]
         caches = [KeptWeights(model, T, w.window) for w in weights]
         s = model.init_state(B).s
         for z_t in z.unbind(1):
@@ -84,7 +84,7 @@ def trace(model: LanguageModel, ids: Tensor) -> Trace:
             else:
                 s = z_t
                 for w, cache in zip(weights, caches, strict=True):
-                    s = layer(w, s, z_t, cache, model.config)
+                    s = run_layer(w, s, z_t, cache, model.config)
             states.append(s)
     return Trace(
         s=torch.stack(states, 1),

@@ -5,10 +5,9 @@ $ python train_lm.py config/small_L2.py                                    # one
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py  # four GPUs
 $ python train_lm.py --out_dir=out/small_L2 --resume=True                  # after a crash or ctrl-C
 
-A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run.py). The log
-line of step n has the loss of update n and, if the model is validated there, the validation loss
-after that update. On a CPU a resumed run is bit-equal to one that was never stopped.
-"""
+A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run_folder.py).
+The log line of step n has the loss of update n and, if the model is validated there, the validation
+loss after that update. On a CPU a resumed run is bit-equal to one that was never stopped."""
 
 import math
 import signal
@@ -17,25 +16,24 @@ from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 
-from configurator import Mistake, Settings, configure, run_script
+from configurator import Settings, UserError, configure, run_script
 
 import torch
 import torch.distributed as dist
 
-from support import ranks as common
 from lstm import build_lstm
-from support.ranks import Gradients, gather, print0
-from support.compiling import fused, graphed
-from support.export import init_from as take_weights
-from support.export import load_weights, sizes_in
-from support.ops import bf16_is_fast
-from support.loader import Loader, find_shards, fingerprint, load_val
 from model import EVAL_CHUNK, ModelConfig, build_model
+from support import ranks
+from support.compiling import fused, graphed
+from support.export import initialize_from, load_weights, sizes_in
+from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
+from support.packages import need_packages
 from support.plots import plot_losses
+from support.ranks import Gradients, bf16_is_fast, gather, print0
 from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
 from support.stream import Stream
-from support.text import VOCAB, token_bytes
+from tokenizer import VOCAB, token_bytes
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -61,8 +59,8 @@ batch_size = 0                 # sequences per micro-batch and GPU; 0 = the most
                                # 32,768 tokens (CPU: 4,096)
 val_tokens = 10485760          # validation tokens, as many as in modded-nanogpt and llm.c
 val_streams = 512              # streams into which val_tokens are cut, for any number of ranks
-# model (layer.py has the equations)
-arch = 'experts'               # 'experts', or a baseline: 'lstm' (baselines.py)
+# model (model.py has the equations)
+arch = 'experts'               # 'experts', or a baseline: 'lstm' (lstm.py)
 recurrent = True               # False = the non-recurrent model
 n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
 n_expert = 8                   # E, experts per layer
@@ -96,7 +94,7 @@ device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', '
 dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a GPU), 'bfloat16', or
                                # 'auto' (bfloat16 where it is fast; there Muon always uses it)
 compile = True                 # compile fused functions with torch.compile, if that works
-graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
+cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
                                # for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
@@ -116,13 +114,13 @@ RANGES = {
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 # What builds the model: a setting with the name of a field of ModelConfig sets that field.
-SIZES = (
+MODEL_SETTINGS = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
 # What a resumed run keeps, besides its data; the command line may change every other setting.
 # device = 'auto', dtype = 'auto' and threads = 0 keep what the run had.
-FIXED = (*SIZES, 'tokens_per_step', 'seed', 'init_from')
+FIXED = (*MODEL_SETTINGS, 'tokens_per_step', 'seed', 'init_from')
 
 
 def is_due(step: int) -> bool:
@@ -173,52 +171,54 @@ def make_optimizers(model: torch.nn.Module) -> tuple[Muon, torch.optim.AdamW]:
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
-    folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
+    folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES, init_from, print0)
+        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, print0)
     globals().update(config)  # those of the run that is resumed or validated
     if folder.step > max_iters and not eval_only:
-        raise Mistake(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')
+        raise UserError(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')
     if resume == 'auto' and folder.finished and folder.step == max_iters and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     if not eval_only:
-        common.need_packages(tensorboard=tensorboard, wandb=wandb)
+        need_packages(tensorboard=tensorboard, wandb=wandb)
     if len(betas) != 2:
-        raise Mistake(f'betas = {betas}: expected two numbers')
+        raise UserError(f'betas = {betas}: expected two numbers')
 
-    rank, world, device_ = common.join_ranks(device, threads)
-    amp = common.pick_dtype(dtype, device_)
-    processor = torch.device(device_).type, amp, bf16_is_fast(device_)
-    common.compare_ranks(common.shared(config), folder.step, processor)
+    rank, world, device_ = ranks.join_ranks(device, threads)
+    compute_dtype = ranks.pick_dtype(dtype, device_)
+    processor = torch.device(device_).type, compute_dtype, bf16_is_fast(device_)
+    ranks.compare_ranks(ranks.shared(config), folder.step, processor)
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
-    captured = {} if graphs and device_.startswith('cuda') and mode == 'fast' else None
+    graphs = {} if cuda_graphs and device_.startswith('cuda') and mode == 'fast' else None
 
     # data: the validation streams of this rank, and its rows of every batch
     V, T = VOCAB[tokenizer], block_size
     B = tokens_per_step // (T * world)
     if val_streams < world:
-        raise Mistake(f'val_streams = {val_streams}: must be at least the number of ranks, {world}')
+        raise UserError(
+            f'val_streams = {val_streams}: must be at least the number of ranks, {world}'
+        )
     val_shards = find_shards(data_dir, 'val', tokenizer)
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
     text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
-    with suppress(Mistake):
+    with suppress(UserError):
         text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
     val_x, val_y = val_x.to(device_), val_y.to(device_)
     train_shards = []
     if not eval_only:
         if tokens_per_step % (T * world):
             multiple = f'a multiple of block_size x ranks = {T} x {world}'
-            raise Mistake(f'tokens_per_step = {tokens_per_step}: must be {multiple}')
+            raise UserError(f'tokens_per_step = {tokens_per_step}: must be {multiple}')
         if batch_size and B % batch_size:
-            raise Mistake(f'batch_size = {batch_size}: must divide the {B} rows of each rank')
+            raise UserError(f'batch_size = {batch_size}: must divide the {B} rows of each rank')
         train_shards = find_shards(data_dir, 'train', tokenizer)
         loader = Loader(
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
         )
     shards = fingerprint([*train_shards, *val_shards])
-    common.compare_ranks(shards)
+    ranks.compare_ranks(shards)
 
     # model
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
@@ -227,24 +227,24 @@ def main(config: Settings) -> int:
         model = build_lstm(model_config, recurrent)
     else:
         model = build_model(model_config, recurrent)
-    model.about = {'tokenizer': tokenizer}
+    model.metadata = {'tokenizer': tokenizer}
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
-        take_weights(model, init_from)
+        initialize_from(model, init_from)
     model = model.to(device_)
-    common.share_weights(model)
-    model.graphs = captured is not None
+    ranks.share_weights(model)
+    model.cuda_graphs = graphs is not None
 
     # On a GPU the trials of memory leave room for the optimizers' moments, and a twentieth for CUDA
     # graphs, NCCL and fragmentation.
     spare = 8 * sum(p.numel() for p in model.parameters())
-    if captured is not None:
+    if graphs is not None:
         spare += 0.05 * torch.cuda.mem_get_info(device_)[1]
 
     # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
-    # or state, choose the rows of a micro-batch and the Triton forms, and show whether compilation
-    # works.
+    # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
+    # compilation works.
     if not eval_only:
         muon, adamw = make_optimizers(model)
         grads = Gradients(model.parameters(), n_extra=2)
@@ -253,14 +253,16 @@ def main(config: Settings) -> int:
         rows = batch_size
         if folder.saved and not rows and B % folder.saved.get('rows', B) == 0:
             rows = folder.saved.get('rows', 0)  # so that gradients are summed in the same order
-        train = Stream(model, B, T, rows, amp=amp, carries=recurrent, graphs=captured)
+        train = Stream(
+            model, B, T, rows, compute_dtype=compute_dtype, carries=recurrent, graphs=graphs
+        )
         start = time.perf_counter()
         chunk = train.backward_chunk(1.0, loss_sum)
         train.choose_rows(chunk, spare, fixed=batch_size > 0)
-        if captured is not None and fused.enabled:
-            from kernels import choose_forms  # needs triton
+        if graphs is not None and fused.enabled:
+            from kernels import choose_overrides  # needs triton
 
-            for line in choose_forms(model, train.rows, amp):
+            for line in choose_overrides(model, train.rows, compute_dtype):
                 print0(line)
             # Compile again with these forms. Ranks may choose different ones, but all join in.
             train.choose_rows(chunk, spare, fixed=batch_size > 0)
@@ -268,7 +270,14 @@ def main(config: Settings) -> int:
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
 
     # validation, in the memory that is left
-    valid = Stream(model, len(val_x), min(T, EVAL_CHUNK), amp=amp, may_shrink=True, graphs=captured)
+    valid = Stream(
+        model,
+        len(val_x),
+        min(T, EVAL_CHUNK),
+        compute_dtype=compute_dtype,
+        may_shrink=True,
+        graphs=graphs,
+    )
     valid.choose_rows(valid.score_chunk, spare)
 
     def validate() -> tuple[float, float]:
@@ -286,7 +295,7 @@ def main(config: Settings) -> int:
         n = val_streams * (val_tokens // val_streams)
         text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {n:,} tokens'
         print0(f'{out_dir}, step {folder.step}: validation loss {text}')
-        common.leave_ranks()
+        ranks.leave_ranks()
         return 0
 
     # resume
@@ -295,18 +304,18 @@ def main(config: Settings) -> int:
     if saved := folder.saved:
         if saved.get('shards') != shards:
             reason = f'was trained on other shards than those in {data_dir}'
-            raise Mistake(f'{folder.path_of_saved}: {reason}: give the same data_dir')
+            raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
         with restoring(folder.path_of_saved):
             step, seconds, record = saved['step'], saved['seconds'], saved['record']
             for optimizer, state in zip((muon, adamw), saved['optimizers'], strict=True):
-                common.load_moments(optimizer, state)
+                ranks.load_moments(optimizer, state)
             loader.load_state_dict(saved['loader'])
             for t, whole, dim in zip(train.state, saved['state'], train.dims, strict=True):
-                common.fill(t, whole.chunk(world, dim)[rank])
+                ranks.fill(t, whole.chunk(world, dim)[rank])
             torch.set_rng_state(saved['rng'])
-        about = settings_of(folder.path / BEST)
-        if about.get('validated_on') == [val_tokens, val_streams]:
-            best = about['best_val_loss']
+        metadata = settings_of(folder.path / BEST)
+        if metadata.get('validated_on') == [val_tokens, val_streams]:
+            best = metadata['best_val_loss']
     saved = folder.saved = None  # free its memory
 
     def clip_and_orthogonalize() -> list:
@@ -322,19 +331,19 @@ def main(config: Settings) -> int:
     peak_lr = next(g['peak_lr'] for o in (muon, adamw) for g in o.param_groups if g['params'])
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
-    about = common.machine(device_, str(amp))
-    config |= {name: about.pop(name) for name in ('device', 'dtype', 'threads')}
-    print0(f'{world} x {about["device_name"]}, {config["threads"]} threads, {amp}')
+    metadata = ranks.machine(device_, str(compute_dtype))
+    config |= {name: metadata.pop(name) for name in ('device', 'dtype', 'threads')}
+    print0(f'{world} x {metadata["device_name"]}, {config["threads"]} threads, {compute_dtype}')
     print0(f'parameters {params}; forward MFLOPs per token {flops}')
     shape = f'{world} ranks x {B // train.rows} micro-batches x {train.rows} rows x {T}'
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # it is validated and logged again
-    folder.start(**about, rows=train.rows)
+    folder.start(**metadata, rows=train.rows)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
-    due_to_print = common.every()  # a line every 10 s, however large log_interval is
+    due_to_print = ranks.Throttle()  # a line every 10 s, however large log_interval is
     saved_at, logged_at = step, folder.records[-1]['step'] if folder.records else -1
     val_seconds, stop, problem = 0.0, False, ''
     while True:
@@ -342,7 +351,7 @@ def main(config: Settings) -> int:
         # validation loses nothing
         due = is_due(step)
         if (due or stop) and step > saved_at:
-            if not common.all_finite(model):
+            if not ranks.all_finite(model):
                 problem = f'update {step}: a weight is not finite'
                 break
             folder.save(
@@ -402,9 +411,9 @@ def main(config: Settings) -> int:
         # update
         for group in [*muon.param_groups, *adamw.param_groups]:
             group['lr'].fill_(group['peak_lr'] * lr_at(step))
-        shares = graphed(captured, 'orthogonalize', clip_and_orthogonalize)
+        shares = graphed(graphs, 'orthogonalize', clip_and_orthogonalize)
         muon.gather(shares)
-        graphed(captured, 'change weights', change_weights, shares)
+        graphed(graphs, 'change weights', change_weights, shares)
 
         # log
         elapsed = time.perf_counter() - start
@@ -427,7 +436,7 @@ def main(config: Settings) -> int:
             print0(
                 f'step {step}/{max_iters} | loss {loss:.4f} | lr {record["lr"]:.2e} | '
                 f'norm {norm_:.2f} | {1000 * elapsed:.0f} ms | {tokens_per_s:,.0f} tokens/s | '
-                f'mfu {common.mfu(model, tokens_per_s, device_, amp)} | '
+                f'mfu {ranks.mfu(model, tokens_per_s, device_, compute_dtype)} | '
                 f'eta {timedelta(seconds=int(left))}'
             )
             due_to_print(restart=True)
@@ -443,13 +452,13 @@ def main(config: Settings) -> int:
         print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}')
     folder.finish(is_finished=status == 0)
     if status == 0 and plot and rank == 0:
-        common.attempt('loss.png', lambda: plot_losses(out_dir, unit))
-    common.leave_ranks()
+        ranks.attempt('loss.png', lambda: plot_losses(out_dir, unit))
+    ranks.leave_ranks()
     return status
 
 
 if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals(), quiet=True)),
-        common.error_explainer('a smaller model, batch_size or block_size takes less'),
+        ranks.error_explainer('a smaller model, batch_size or block_size takes less'),
     )

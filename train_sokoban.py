@@ -11,9 +11,9 @@ $ python train_sokoban.py --out_dir=out/sokoban_small_L4 --eval_only=True --leve
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=float32
 
-A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run.py). On a CPU
-a resumed run is bit-equal to one that was never stopped. The levels and random numbers of a board
-do not depend on the number of ranks.
+A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run_folder.py). On
+a CPU a resumed run is bit-equal to one that was never stopped. The levels and random numbers of a
+board do not depend on the number of ranks.
 
 Shapes: B boards of this rank, T steps of an unroll.
 """
@@ -28,23 +28,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
 
-from configurator import Mistake, Settings, configure, run_script
+from configurator import Settings, UserError, configure, run_script
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from support import ranks as common
-from levels import load_level_sets, select_levels
-from support.ranks import Gradients, fill, gather, print0
 from convlstm import AgentConfig, build_agent, set_precision
-from support.files import write_json
-from support.compiling import fused, graphed
-from support.export import init_from as take_weights
-from support.export import load_weights, sizes_in
-from support.plots import plot_returns
-from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
+from levels import load_level_sets, select_levels
 from sokoban import (
     ACTION_STREAM,
     RANDOM,
@@ -55,6 +47,14 @@ from sokoban import (
     random_bits,
     sample_actions,
 )
+from support import ranks
+from support.compiling import fused, graphed
+from support.export import initialize_from, load_weights, sizes_in
+from support.files import write_json
+from support.packages import need_packages
+from support.plots import plot_returns
+from support.ranks import Gradients, fill, gather, print0
+from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -111,7 +111,7 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
                                # 'auto' (bfloat16 where it is fast); encoder and head are fp32, or
                                # TF32 on a GPU unless dtype = 'float32'
 compile = True                 # compile what lies between convolutions, if torch.compile works
-graphs = True                  # on a GPU: run all but communication as CUDA graphs (graphs.py)
+cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -126,10 +126,12 @@ RANGES = {
     'threads': (0, 1024),  # OpenMP fails beyond
 }
 # What builds the agent: a setting with the name of a field of AgentConfig sets that field.
-SIZES = tuple(f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype')
+MODEL_SETTINGS = tuple(
+    f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype'
+)
 # What a resumed run keeps; the command line may change every other setting.
 FIXED = (
-    *SIZES,
+    *MODEL_SETTINGS,
     *('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'time_limit', 'unroll'),
     *('seed', 'init_from'),
 )
@@ -246,32 +248,32 @@ def progress_line(record: dict) -> str:
 def main(config: Settings) -> int:
     """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
-    folder = RunFolder(config, SIZES if eval_only else FIXED, __file__)
+    folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), SIZES, init_from, print0)
+        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
     if folder.step > updates and not eval_only:
         steps = f'{folder.step * n_envs * unroll:,} steps'
-        raise Mistake(f'total_steps = {total_steps:,}: the run in {out_dir} has {steps}')
+        raise UserError(f'total_steps = {total_steps:,}: the run in {out_dir} has {steps}')
     if resume == 'auto' and folder.finished and folder.step == updates and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
         return 0
     if levels and not eval_only:
-        raise Mistake('levels is a setting of --eval_only=True; a run trains on split')
+        raise UserError('levels is a setting of --eval_only=True; a run trains on split')
     if not eval_only:
-        common.need_packages(tensorboard=tensorboard, wandb=wandb)
+        need_packages(tensorboard=tensorboard, wandb=wandb)
     board_class = SokobanEnv
     if env == 'jumanji' and not eval_only:
-        common.need_packages(jumanji=True, jax=True)
+        need_packages(jumanji=True, jax=True)
         board_class = JumanjiEnv
 
-    rank, world, device_ = common.join_ranks(device, threads)
-    dtype_ = str(common.pick_dtype(dtype, device_)).removeprefix('torch.')
+    rank, world, device_ = ranks.join_ranks(device, threads)
+    dtype_ = str(ranks.pick_dtype(dtype, device_)).removeprefix('torch.')
     processor = torch.device(device_).type, dtype_
-    common.compare_ranks(common.shared(config), folder.step, processor)
+    ranks.compare_ranks(ranks.shared(config), folder.step, processor)
     if n_envs % world and not eval_only:
-        raise Mistake(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
+        raise UserError(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
     # Shapes never change, so that the search for the fastest convolutions runs once.
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
@@ -284,9 +286,9 @@ def main(config: Settings) -> int:
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
-        take_weights(model, init_from)
+        initialize_from(model, init_from)
     model = model.to(device_)
-    common.share_weights(model)
+    ranks.share_weights(model)
     set_precision(model)
     fused.enabled = compile
 
@@ -304,22 +306,22 @@ def main(config: Settings) -> int:
         dist.barrier()
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    common.compare_ranks(eval_crc, levels_crc)
+    ranks.compare_ranks(eval_crc, levels_crc)
 
     if eval_only:
         result = evaluate(model, eval_levels, device_, time_limit=time_limit)
-        about = {'step': folder.step, 'levels': eval_line, 'n': len(eval_levels)}
+        metadata = {'step': folder.step, 'levels': eval_line, 'n': len(eval_levels)}
         print0(
-            f'{out_dir}, update {about["step"]:,}: solved {result["solve_rate"]:.1%} of '
-            f'{about["n"]:,} levels ({eval_line}), mean return {result["return"]:.2f}, '
+            f'{out_dir}, update {metadata["step"]:,}: solved {result["solve_rate"]:.1%} of '
+            f'{metadata["n"]:,} levels ({eval_line}), mean return {result["return"]:.2f}, '
             f'{result["steps"]:.0f} steps'
         )
         if rank == 0:
             name = re.sub(r'\W+', '-', os.path.splitext(levels or eval_split)[0]).strip('-')
             path = os.path.join(out_dir, f'eval_{name}.json')
-            record = {**about, 'time_limit': time_limit, **result}
-            common.attempt(path, lambda: write_json(record, path))
-        common.leave_ranks()
+            record = {**metadata, 'time_limit': time_limit, **result}
+            ranks.attempt(path, lambda: write_json(record, path))
+        ranks.leave_ranks()
         return 0
     print0(f'training: {train_line}\nevaluation: {eval_line}')
 
@@ -350,7 +352,7 @@ def main(config: Settings) -> int:
     # the game and the loss, and Jumanji's game cannot be compiled.
     on_gpu = device_ != 'cpu' and env == 'torch'
     play, sample, estimate = (fused(f) if on_gpu else f for f in (play_step, sample_actions, gae))
-    captured = {} if graphs and device_.startswith('cuda') and env == 'torch' else None
+    graphs = {} if cuda_graphs and device_.startswith('cuda') and env == 'torch' else None
 
     def rollout_and_backward() -> Tensor:
         """Run a rollout and the backward of its loss, the first CUDA graph of an update. Return the
@@ -383,7 +385,7 @@ def main(config: Settings) -> int:
 
     if fused.enabled:  # compile before time is measured, if that works here
         start = time.perf_counter()
-        common.run_compiled(rollout_and_backward)
+        ranks.run_compiled(rollout_and_backward)
         print0(f'compiled in {time.perf_counter() - start:.0f} s')
         boards.restart(seed)
         count.zero_()
@@ -398,37 +400,37 @@ def main(config: Settings) -> int:
     if saved := folder.saved:
         if saved.get('levels_crc') != levels_crc:
             advice = 'give the same levels_dir, or another out_dir'
-            raise Mistake(f'{folder.path_of_saved}: was trained on other levels: {advice}')
+            raise UserError(f'{folder.path_of_saved}: was trained on other levels: {advice}')
         with restoring(folder.path_of_saved):
             step, seconds = saved['step'], saved['seconds']
             ended_since, last_1000, sums = saved['ended_since'], saved['last_1000'], saved['sums']
             logged_step, logged_seconds = saved['logged_step'], saved['logged_seconds']
-            common.load_moments(optimizer, saved['optimizer'])
+            ranks.load_moments(optimizer, saved['optimizer'])
             boards.load_state_dict({k: x.chunk(world)[rank] for k, x in saved['boards'].items()})
             for x, whole in zip(state, saved['state'], strict=True):
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
             torch.set_rng_state(saved['rng'])
-        about = settings_of(folder.path / BEST)
-        if about.get('eval_crc') == eval_crc:
-            best = about['best']
+        metadata = settings_of(folder.path / BEST)
+        if metadata.get('eval_crc') == eval_crc:
+            best = metadata['best']
     saved = folder.saved = None  # free its memory
 
-    about = common.machine(device_, sizes['dtype'])
-    config |= {name: about.pop(name) for name in ('device', 'dtype', 'threads')}
+    metadata = ranks.machine(device_, sizes['dtype'])
+    config |= {name: metadata.pop(name) for name in ('device', 'dtype', 'threads')}
     n_params = sum(p.numel() for p in model.parameters()) / 1e6
     macs = model.nominal_macs() / 1e6
-    print0(f'{world} x {about["device_name"]}, {config["threads"]} threads, {config["dtype"]}')
+    print0(f'{world} x {metadata["device_name"]}, {config["threads"]} threads, {config["dtype"]}')
     print0(f"{n_params:.3f}M parameters; {macs:.3f}M multiply-adds per step by the paper's count")
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'eval_return' not in last:
         folder.records.pop()  # it is evaluated and logged again
     elif last.get('step') == step and 'episodes' in last:  # logged after it was saved
         ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
-    folder.start(**about)
+    folder.start(**metadata)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
-    due_to_print = common.every()  # a line every 10 s, however large log_interval is
+    due_to_print = ranks.Throttle()  # a line every 10 s, however large log_interval is
     saved_at, logged_at = step, folder.records[-1]['step'] if folder.records else -1
     unread = []  # episodes (T, 3, B) of each update after the last read, on the device
     stop, problem = False, ''
@@ -446,7 +448,7 @@ def main(config: Settings) -> int:
 
         # save; before the evaluation, so that a run that dies there loses nothing
         if must_save:
-            if not common.all_finite(model):
+            if not ranks.all_finite(model):
                 problem = f'update {step}: a weight is not finite'
                 break
             folder.save(
@@ -502,10 +504,10 @@ def main(config: Settings) -> int:
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group['lr'].fill_(lr_at(step))
-        episodes = graphed(captured, 'rollout and backward', rollout_and_backward)
+        episodes = graphed(graphs, 'rollout and backward', rollout_and_backward)
         stop_sum.fill_(stopper.signal is not None)
         grads.sum_over_ranks()
-        norm = graphed(captured, 'optimizer', optimizer_step)
+        norm = graphed(graphs, 'optimizer', optimizer_step)
         values = torch.cat([grads.extra, norm[None]]).tolist()  # the only wait for the device
         numbers = dict(zip((*STATS, 'stop', 'grad_norm'), values, strict=True))
         stop = numbers['stop'] > 0
@@ -534,13 +536,13 @@ def main(config: Settings) -> int:
         print0(f'done: {env_steps}, best return {best:.2f}; {out_dir}')
     folder.finish(is_finished=status == 0)
     if status == 0 and plot and rank == 0:
-        common.attempt('curve.png', lambda: plot_returns(out_dir))
-    common.leave_ranks()
+        ranks.attempt('curve.png', lambda: plot_returns(out_dir))
+    ranks.leave_ranks()
     return status
 
 
 if __name__ == '__main__':
     run_script(
         lambda: main(configure(globals(), quiet=True)),
-        common.error_explainer('fewer n_envs, or a smaller unroll'),
+        ranks.error_explainer('fewer n_envs, or a smaller unroll'),
     )

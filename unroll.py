@@ -1,16 +1,16 @@
 """The token loop of the recurrent model, its linears and its cache.
 
-The loop calls layer.step token by token and knows none of its equations; autograd differentiates
+The loop calls model.step token by token and knows none of its equations; autograd differentiates
 it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
 
 - `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per
   token. Products are accumulated in fp32, which is also more accurate than bf16.
-- `Window`, the cache, keeps the keys and values of a layer in preallocated buffers of W + T slots
-  and accumulates their gradients in place.
-- Where functions are compiled (graphs.fused), the operations between two matrix products are one
+- `ChunkCache`, the cache, keeps the keys and values of a layer in preallocated buffers of W + T
+  slots and accumulates their gradients in place.
+- Where functions are compiled (compiling.fused), the operations between two matrix products are one
   kernel in the forward and one in the backward.
 
-Shapes as in layer.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
+Shapes as in model.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
 
 Chunks of the recurrent model: whole, or in blocks where they are too long for memory or for one
 CUDA graph.
@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from support.compiling import can_capture, enabled_forms, fused, graphed, using
-from support.ops import (
+from ops import (
     Heads,
     Linear,
     linear,
@@ -41,12 +40,13 @@ from support.ops import (
     to_experts,
     window_mask,
 )
+from support.compiling import can_capture, enabled_overrides, fused, graphed, use_overrides
 
-BLOCK = 64  # tokens whose attention reads the same slots of a Window
+TILE = 64  # tokens whose attention reads the same slots of a ChunkCache
 GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
 # On a CPU, one product computes a weight's gradient for CPU_BYTES / (bytes per element) tokens: 16
 # in fp32, 32 in bf16. Fewer tokens would take less memory but more products, each of which a CPU
-# rounds to bf16 (kernels.matmul_into).
+# rounds to bf16 (ops.matmul_into).
 CPU_BYTES = 64
 
 
@@ -62,7 +62,7 @@ class DeferredLinear(Linear):
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.weight = weight
         self.w = weight.detach().to(dtype)
-        self.calls_at_once = BLOCK if weight.is_cuda else CPU_BYTES // dtype.itemsize
+        self.calls_at_once = TILE if weight.is_cuda else CPU_BYTES // dtype.itemsize
         self.calls = []  # (input, gradient of the output) of calls that `total` does not include
         self.total = None
 
@@ -131,29 +131,29 @@ def per_token(w: tuple, T: int) -> Iterator[tuple]:
         yield w._replace(**{name: x[t] for name, x in views.items()})
 
 
-# ---- Window: a sliding window over a chunk -----------------------------------------------------
+# ---- ChunkCache: a sliding window over a chunk -------------------------------------------------
 
 
 @dataclass
-class Slots:
+class CacheLayout:
     """The layout of the slots, which the windows of all layers share. Slots 0 .. W - 1 hold the
     carried entries, the last `count` (B,) of which are filled (from count = W on, all of them);
     token t has slot W + t. A key is rotated by the number of its slot: scores depend only on
     differences of positions, so that positions need not grow from chunk to chunk.
 
-    wide: dtype of everything but matrix products. first_with_grad: the first slot whose entry gets
-    a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a block of a
-    chunk (recompute.Block)."""
+    state_dtype: dtype of everything but matrix products. first_with_grad: the first slot whose
+    entry gets a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a
+    block of a chunk (unroll.Segment)."""
 
     T: int
     W: int
     count: Tensor
     heads: Heads
-    wide: torch.dtype
+    state_dtype: torch.dtype
     first_with_grad: int
 
     def __post_init__(self) -> None:
-        like = torch.empty((), dtype=self.wide, device=self.count.device)
+        like = torch.empty((), dtype=self.state_dtype, device=self.count.device)
         self.cos, self.sin = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
         # cos and sin (K,) of each token
         self.angles = list(zip(self.cos[self.W :], self.sin[self.W :], strict=True))
@@ -162,20 +162,20 @@ class Slots:
     def bias(self, t: int, width: int) -> Tensor:
         """Return the bias of token t for the width + n slots that its block of n tokens reads, (B,
         1, width + n): 0 for those that it sees, -inf for the others."""
-        block = t - t % BLOCK
+        block = t - t % TILE
         if self.biases.get(width, (None, None))[0] != block:
-            n = min(BLOCK, self.T - block)
+            n = min(TILE, self.T - block)
             seen = window_mask(self.count + block, n, width).movedim(2, 0)  # (n, B, 1, width + n)
-            bias = torch.zeros(seen.shape, dtype=self.wide, device=seen.device)
+            bias = torch.zeros(seen.shape, dtype=self.state_dtype, device=seen.device)
             self.biases[width] = block, bias.masked_fill_(~seen, -math.inf).unbind(0)
         return self.biases[width][1][t - block]
 
     def group_of(self, t: int) -> tuple[int, int, int]:
         """Return the first token of t's block, the first token of t's group, and the end of the
         group: its last token + 1."""
-        block = t - t % BLOCK
+        block = t - t % TILE
         group = t - (t - block) % GROUP
-        return block, group, min(group + GROUP, block + BLOCK, self.T)
+        return block, group, min(group + GROUP, block + TILE, self.T)
 
 
 @fused
@@ -194,21 +194,21 @@ def probabilities(scores: Tensor, bias: Tensor) -> Tensor:
 
 
 @fused
-def scores_backward(dp: Tensor, p: Tensor, wide: torch.dtype) -> Tensor:
+def scores_backward(dp: Tensor, p: Tensor, state_dtype: torch.dtype) -> Tensor:
     """Return the gradient of the scores from the gradient dp of their softmax p, in p's dtype."""
-    ds = torch._softmax_backward_data(dp.to(wide), p.to(wide), -1, wide)
+    ds = torch._softmax_backward_data(dp.to(state_dtype), p.to(state_dtype), -1, state_dtype)
     return ds.to(p.dtype)
 
 
-class Window:
-    """Keys and values of one layer in slots: the cache of layer.layer in training. A token sees the
-    last `width` slots up to its own.
+class ChunkCache:
+    """Keys and values of one layer in slots: the cache of model.run_layer in training. A token sees
+    the last `width` slots up to its own.
 
     The backward visits tokens in descending order and adds to the gradients `grads` of the slots in
     place. It adds to the slots of a token's group of GROUP tokens at once, because the tokens that
     come next need them complete, and to earlier slots by one product per group."""
 
-    def __init__(self, slots: Slots, k: Tensor, v: Tensor, width: int):
+    def __init__(self, slots: CacheLayout, k: Tensor, v: Tensor, width: int):
         """k, v: carried entries (N, W, K), keys not rotated; width: at most W."""
         N, W, K = k.shape
         T = slots.T
@@ -226,12 +226,12 @@ class Window:
         self.v[:, :W] = v
         self.entries = buffers[1:, :, T:]  # the last W unrotated keys and values, (2, N, W, K)
         # the slots that a block reads, (N, width + n, K) each, and that a token writes, (3, N, K)
-        spans = [slice(self.skip + t, W + min(t + BLOCK, T)) for t in range(0, T, BLOCK)]
+        spans = [slice(self.skip + t, W + min(t + TILE, T)) for t in range(0, T, TILE)]
         self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
         self.token_slots = buffers[:, :, W:].unbind(2)
         self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
         # gradients (2, N, W, K) of the last W keys, not rotated, and values, from later blocks of a
-        # chunk (recompute.Block)
+        # chunk (unroll.Segment)
         self.later_grads = None
         # a group's rows (see `add`) that are not yet added to the slots before the group
         self.pending = []
@@ -253,7 +253,7 @@ class Window:
         slots = self.slots
         if self.grads is None or t == slots.T - 1:
             size = (2, *self.k.shape)
-            self.grads = torch.zeros(size, dtype=slots.wide, device=self.k.device)
+            self.grads = torch.zeros(size, dtype=slots.state_dtype, device=self.k.device)
             if self.later_grads is not None:
                 W = slots.W
                 dk, dv = self.later_grads
@@ -294,7 +294,7 @@ class WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window, t, q, k, unrotated, v):
         store(window.token_slots[t], k, unrotated, v)
-        keys, values = window.block_slots[t // BLOCK]  # (N, width + n, K)
+        keys, values = window.block_slots[t // TILE]  # (N, width + n, K)
         q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
         bias = window.slots.bias(t, window.width)
         p = probabilities(torch.bmm(q, keys.mT), bias)  # (N, M, width + n)
@@ -308,10 +308,10 @@ class WindowAttention(torch.autograd.Function):
         window, t = ctx.window, ctx.t
         slots, heads = window.slots, window.heads
         q, p = ctx.saved_tensors
-        keys, values = window.block_slots[t // BLOCK]
+        keys, values = window.block_slots[t // TILE]
         window.start_backward(t)
         do = to_cache_heads(grad, heads)  # (N, M, K)
-        ds = scores_backward(torch.bmm(do, values.mT), p, slots.wide)  # (N, M, width + n)
+        ds = scores_backward(torch.bmm(do, values.mT), p, slots.state_dtype)  # (N, M, width + n)
         block, group, end = slots.group_of(t)
         block += window.skip  # the first slot that the block reads
         rows = (q, p, ds, do)
@@ -337,14 +337,14 @@ def run_tokens(
     s: Tensor,
     kv: Tensor,
     layers: list[tuple],
-    slots: Slots,
+    slots: CacheLayout,
     config: object,
-) -> tuple[Tensor, list[Window]]:
-    """Run layer.step over the tokens z (T, B, D) from the state s. kv: the carried keys, not
+) -> tuple[Tensor, list[ChunkCache]]:
+    """Run model.step over the tokens z (T, B, D) from the state s. kv: the carried keys, not
     rotated, and values (2, L, N, W, K). Returns the state after every token, (T, *s.shape), and the
     layers' windows."""
     T = len(z)
-    windows = [Window(slots, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
+    windows = [ChunkCache(slots, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
     if torch.is_grad_enabled():
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
         linears = [x for x in found if x.weight.requires_grad]
@@ -360,7 +360,7 @@ def run_tokens(
 # A chunk beyond these limits is recomputed in blocks.
 KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
 WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
-_blocks: dict[tuple, 'Block'] = {}  # by sizes and settings; kept from chunk to chunk
+_blocks: dict[tuple, 'Segment'] = {}  # by sizes and settings; kept from chunk to chunk
 
 
 def recomputes(k: Tensor, M: int, T: int) -> bool:
@@ -368,7 +368,7 @@ def recomputes(k: Tensor, M: int, T: int) -> bool:
     carried keys (L, ..., W, K)."""
     if k.is_cuda:
         return len(k) * T > WHOLE_GRAPH
-    slots = k.size(-2) + min(T, BLOCK)  # that each token reads
+    slots = k.size(-2) + min(T, TILE)  # that each token reads
     attention_weights = k[..., 0, 0].numel() * M * T * slots
     return attention_weights * k.itemsize > KEPT_BYTES
 
@@ -397,12 +397,12 @@ def run_chunk(
     with torch.cuda.device_of(z):
         if in_blocks and recomputes(kv[0], heads.M, T):
             blocks = [
-                (t, find_block((part, s, kv, count), step, layers, heads, config, replays))
-                for t, part in zip(range(0, T, BLOCK), z.split(BLOCK), strict=True)
+                (t, get_or_make_segment((part, s, kv, count), step, layers, heads, config, replays))
+                for t, part in zip(range(0, T, TILE), z.split(TILE), strict=True)
             ]
             out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
         else:
-            slots = Slots(T, W, count, heads, z.dtype, first_with_grad=W)
+            slots = CacheLayout(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(step, z, s, kv, layers, slots, config)
             kv = torch.stack([window.entries for window in windows], 1)
     k, v = kv.view(2, L, B, C, W, K).unbind(0)
@@ -440,7 +440,7 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-class Block:
+class Segment:
     """Forward and backward of n tokens of a chunk. Inputs, weights and the gradients of the results
     are copied into memory that never moves, because CUDA graphs read them there."""
 
@@ -464,7 +464,7 @@ class Block:
         self.step = step
         self.heads = heads
         self.config = config
-        self.forms = enabled_forms()
+        self.overrides = enabled_overrides()
         self.graphs = {} if replays else None
 
     def load(self, t: int, chunk: tuple) -> int:
@@ -476,14 +476,14 @@ class Block:
         torch._foreach_copy_(self.inputs, inputs)
         return t + n
 
-    def run(self) -> tuple[Tensor, list[Window], list[Tensor]]:
+    def run(self) -> tuple[Tensor, list[ChunkCache], list[Tensor]]:
         """Return the state after every token, the windows, and z, s and the weights, the leaves of
         a graph of autograd that ends with this call: a node that outlives the eager calls would tie
         a captured backward to the stream of those calls."""
         z, s, kv, count = self.inputs
         z, s, layers = leaf(z), leaf(s), map_weights(leaf, self.layers)
-        slots = Slots(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
-        with using(self.forms):
+        slots = CacheLayout(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
+        with use_overrides(self.overrides):
             out, windows = run_tokens(self.step, z, s, kv, layers, slots, self.config)
         return out, windows, [z, s, *tensors_of(layers)]
 
@@ -503,14 +503,14 @@ class Block:
         return dz, ds, torch.stack([window.carried_grads() for window in windows], 1), grads
 
 
-def find_block(inputs: tuple, *options: object) -> Block:
-    """Return the Block for inputs of these sizes and these options, always the same one."""
+def get_or_make_segment(inputs: tuple, *options: object) -> Segment:
+    """Return the Segment for inputs of these sizes and these options, always the same one."""
     step, layers, _, config, replays = options
     sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
     others = tuple(x for w in layers for x in w if not isinstance(x, Linear | Tensor))
-    key = (step, sizes, others, repr(config), replays, enabled_forms(), fused.enabled)
+    key = (step, sizes, others, repr(config), replays, enabled_overrides(), fused.enabled)
     if key not in _blocks:
-        _blocks[key] = Block(inputs, *options)
+        _blocks[key] = Segment(inputs, *options)
     return _blocks[key]
 
 
@@ -555,7 +555,7 @@ class Recompute(torch.autograd.Function):
         return None, dz, None, None, None, *totals
 
 
-def load_weights(blocks: list[tuple[int, Block]], weights: list[Tensor]) -> None:
+def load_weights(blocks: list[tuple[int, Segment]], weights: list[Tensor]) -> None:
     """Copy weights, in the order of tensors_of, into the blocks."""
     for block in {block for _, block in blocks}:
         torch._foreach_copy_(tensors_of(block.layers), list(weights))

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from configurator import Mistake, run_script
+from configurator import UserError, run_script
 
 import matplotlib
 import numpy as np
@@ -34,18 +34,18 @@ import pandas
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
-from levels import load_levels
-from support.ranks import pick_device
 from convlstm import load_agent
-from support.files import write_text
+from levels import load_levels
 from paper.sweep import NEUTRAL, Parser, matching, path
-from support.run_folder import log_of, settings_of
 from sokoban import evaluate
+from support.files import write_text
+from support.ranks import pick_device
+from support.run_folder import log_of, settings_of
 
 PUBLISHED = Path(__file__).with_name('results') / 'paper'  # results of the paper and of others
 MODELS = {'experts': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU', 'lstm': 'LSTM'}
-SIZES = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'd'}
-CELL = ['model', 'plan', 'kind', *SIZES]  # runs that agree in these differ in settings or seed
+SYMBOLS = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'd'}
+CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in settings or seed
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script command commit '
@@ -62,12 +62,12 @@ Folders = str | os.PathLike | Iterable
 
 
 def find_runs(folders: Folders) -> list[Path]:
-    """Return the folders of all runs in these folders. Raises Mistake for one without a run."""
+    """Return the folders of all runs in these folders. Raises UserError for one without a run."""
     found = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         inside = [path.parent for path in sorted(Path(folder).rglob('log.jsonl'))]
         if not inside:
-            raise Mistake(f'{folder}: holds no run, a folder with config.json and log.jsonl')
+            raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
         found |= {path.resolve(): path for path in inside}
     return list(found.values())
 
@@ -94,7 +94,7 @@ def runs(folders: Folders) -> DataFrame:
     for folder in find_runs(folders):
         settings, log = settings_of(folder), DataFrame(log_of(folder))
         if 'recurrent' not in settings:
-            raise Mistake(f'{folder}/config.json: damaged, or not the settings of a run')
+            raise UserError(f'{folder}/config.json: damaged, or not the settings of a run')
         row = {
             'folder': str(folder),
             'model': MODELS.get(settings.get('arch'), settings.get('arch')),
@@ -125,24 +125,24 @@ def curves(folders: Folders) -> DataFrame:
 
 def varied(frame: DataFrame) -> list[str]:
     """Return the settings that differ between runs of equal model, plan, kind and size, whatever
-    their seeds. Raises Mistake for two runs that agree in all settings and in the seed."""
+    their seeds. Raises UserError for two runs that agree in all settings and in the seed."""
     settings = frame.filter(regex='^(?!last_|best_)').columns
     settings = settings.difference([*CELL, *NO_SETTINGS, *NEUTRAL], sort=False)
     counts = frame.groupby(CELL, dropna=False)[[*settings]].nunique(dropna=False)
     found = [*settings[counts.max() > 1]]
     if (twice := frame.duplicated([*CELL, 'seed', *found])).any():
         folder = frame.loc[twice, 'folder'].iloc[0]
-        raise Mistake(f'{folder}: another folder holds a run of the same settings and seed')
+        raise UserError(f'{folder}: another folder holds a run of the same settings and seed')
     return found
 
 
 def value_of(frame: DataFrame) -> str:
-    """Return the column by which runs or points are judged, 'loss' or 'return'. Raises Mistake if
+    """Return the column by which runs or points are judged, 'loss' or 'return'. Raises UserError if
     no run has one yet."""
     for value in ('return', 'loss'):
         if value in frame and frame[value].notna().any():
             return value
-    raise Mistake('no run has a loss, or returns of episodes, to show yet')
+    raise UserError('no run has a loss, or returns of episodes, to show yet')
 
 
 def score(frame: DataFrame) -> Series:
@@ -183,11 +183,11 @@ def summarize(frame: DataFrame, by: list[str], value: str = '') -> DataFrame:
 
 
 def cells(frame: DataFrame) -> DataFrame:
-    """Return the points of all allocations. Raises Mistake if runs differ in a setting, too: they
+    """Return the points of all allocations. Raises UserError if runs differ in a setting, too: they
     are no seeds of one experiment."""
     if settings := varied(frame):
         advice = 'give runs of one value, or draw --figure=ablation'
-        raise Mistake(f'these runs differ in {", ".join(settings)}: {advice}')
+        raise UserError(f'these runs differ in {", ".join(settings)}: {advice}')
     return summarize(frame, CELL)
 
 
@@ -216,10 +216,10 @@ def best_depths(frame: DataFrame, draws: int = 10_000) -> str:
     The certainty is computed twice: by bootstrap draws of the seeds (with replacement), and by
     means with errors from a t distribution, which allows for the small number of seeds."""
     rng, t_rng = np.random.default_rng(1), np.random.default_rng(2)
-    frame = frame.assign(score=score(frame)).dropna(subset='score').sort_values([*SIZES, 'seed'])
+    frame = frame.assign(score=score(frame)).dropna(subset='score').sort_values([*SYMBOLS, 'seed'])
     best, best_by_t, parts = [], [], []
     for kind in ('recurrent', 'non-recurrent'):
-        groups = frame[frame['kind'] == kind].groupby([*SIZES])['score']
+        groups = frame[frame['kind'] == kind].groupby([*SYMBOLS])['score']
         if not (groups.count().min() > 1):  # NaN if there are none
             return ''
         means = [rng.choice(x, (draws, len(x))).mean(1) for _, x in groups]
@@ -296,9 +296,9 @@ def label_of(frame: DataFrame) -> str:
     return 'return' if is_return else f'validation loss (nats per {unit_of(frame)})'
 
 
-def name_cells(points: DataFrame, names: Iterable[str] = SIZES) -> Series:
+def name_cells(points: DataFrame, names: Iterable[str] = SYMBOLS) -> Series:
     """Return 'L = 2, E = 8, d = 64' for each point."""
-    parts = [f'{SIZES.get(name, name)} = ' + points[name].astype(str) for name in names]
+    parts = [f'{SYMBOLS.get(name, name)} = ' + points[name].astype(str) for name in names]
     return parts[0].str.cat(parts[1:], sep=', ')
 
 
@@ -330,11 +330,11 @@ def saturation(frame: DataFrame) -> Figure:
 def ablation(frame: DataFrame) -> Figure:
     """Draw the value by the first setting that varies, other than a tuned learning rate."""
     if not (settings := varied(frame)):
-        raise Mistake('ablation: these runs differ in no setting but their sizes and seeds')
+        raise UserError('ablation: these runs differ in no setting but their sizes and seeds')
     # A tuned learning rate differs with the other settings, so it is no axis.
     x, *others = [name for name in settings if name != 'learning_rate'] or settings
     points = summarize(frame, [*CELL, *settings])
-    line = points['kind'] + ', ' + name_cells(points, [*SIZES, *others])
+    line = points['kind'] + ', ' + name_cells(points, [*SYMBOLS, *others])
     points = points.assign(line=line, panel=points['plan'])
     return chart(points, x, value_of(frame), (x, label_of(frame)))
 
@@ -430,13 +430,13 @@ def main() -> None:
     done = frame[frame['finished']]
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:
-        raise Mistake(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
+        raise UserError(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
     out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
     out.mkdir(parents=True, exist_ok=True)
     write_text(done.to_csv(index=False), out / 'runs.csv')
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
-            raise Mistake(f'--levels: {model} is no agent: leave it out by --only')
+            raise UserError(f'--levels: {model} is no agent: leave it out by --only')
         tuned = (
             best_values(one) if 'learning_rate' in varied(one) else one
             for _, one in part.groupby('plan', sort=False)

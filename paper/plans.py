@@ -42,14 +42,14 @@ from dataclasses import fields
 from functools import partial
 from typing import NamedTuple
 
-from configurator import Mistake, Script
+from configurator import Script, UserError
 
 import torch
 
-from lstm import build_lstm
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
+from lstm import build_lstm
 from model import RESIDUALS, ModelConfig, build_model
-from support.text import VOCAB
+from tokenizer import VOCAB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUDIES = ROOT / 'paper' / 'studies'
@@ -121,11 +121,11 @@ def full_settings(run: Run) -> dict:
 def vary(runs: list[Run], name: str, texts: list[str], is_axis: bool = True) -> list[Run]:
     """Return the runs with each value of a setting, as texts of a command line. Other values of an
     axis lie beside the plan's; any other setting leads to a folder PLAN-NAME, so that the folder of
-    a plan has no other runs. Raises Mistake if no trainer has the setting.
+    a plan has no other runs. Raises UserError if no trainer has the setting.
 
     is_axis: whether the setting distinguishes runs; if not, it changes no folder."""
     if not any(name in script_of(run.script).defaults for run in runs):
-        script_of(runs[0].script).check(name, '', 'command line')  # raises Mistake, with a hint
+        script_of(runs[0].script).check(name, '', 'command line')  # raises UserError, with a hint
     found = {}
     for text, run in itertools.product(texts, runs):
         script = script_of(run.script)
@@ -171,7 +171,7 @@ def updates(s: dict) -> int:
 
 
 def cost(run: Run) -> Cost:
-    """Return the cost of a run. Raises Mistake if its sizes do not fit together."""
+    """Return the cost of a run. Raises UserError if its sizes do not fit together."""
     s = full_settings(run)
     is_agent = 'n_envs' in s
     if not is_agent:
@@ -334,7 +334,7 @@ PLANS = {
 
 
 def studies() -> dict[str, str]:
-    """Return {plan: module} of the files in paper/studies that define PLAN. Raises Mistake if one
+    """Return {plan: module} of the files in paper/studies that define PLAN. Raises UserError if one
     has the name of a plan of this file."""
     found = {
         path.stem.replace('_', '-'): f'paper.studies.{path.stem}'
@@ -342,7 +342,7 @@ def studies() -> dict[str, str]:
         if re.search(r'^PLAN\b', path.read_text(encoding='utf-8'), re.MULTILINE)
     }
     if taken := sorted(found.keys() & PLANS.keys()):
-        raise Mistake(f'{found[taken[0]]}: {taken[0]} is a plan of plans.py: rename the file')
+        raise UserError(f'{found[taken[0]]}: {taken[0]} is a plan of plans.py: rename the file')
     return found
 
 
@@ -352,18 +352,18 @@ def names_of_plans() -> list[str]:
 
 
 def find_plan(name: str) -> Plan:
-    """Return a plan. Raises Mistake if there is none with this name."""
+    """Return a plan. Raises UserError if there is none with this name."""
     modules = studies()
     if name in PLANS:
         return PLANS[name]
     if name not in modules:
-        raise Mistake(f'{name!r} is no plan: choose one of {", ".join(names_of_plans())}')
+        raise UserError(f'{name!r} is no plan: choose one of {", ".join(names_of_plans())}')
     return importlib.import_module(modules[name]).PLAN
 
 
 def runs_of(name: str) -> list[Run]:
     """Return the runs of a plan, with checked settings: all with the first seed, then all with the
-    second, and so on. Raises Mistake for settings that a trainer does not have."""
+    second, and so on. Raises UserError for settings that a trainer does not have."""
     runs, source = find_plan(name).runs, f'plan {name}'
     found = {}
     for run in runs() if callable(runs) else runs:
@@ -374,6 +374,6 @@ def runs_of(name: str) -> list[Run]:
             plan=run.plan or name,
         )
         if run.folder in found:
-            raise Mistake(f'{source}: two runs have the folder {run.folder}: add an axis')
+            raise UserError(f'{source}: two runs have the folder {run.folder}: add an axis')
         found[run.folder] = run
     return sorted(found.values(), key=lambda run: run.axes.get('seed', 0))

@@ -42,7 +42,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from configurator import Mistake, configure, run_script
+from configurator import UserError, configure, run_script
 
 import numpy as np
 import pandas
@@ -52,12 +52,12 @@ from matplotlib.figure import Figure
 from numpy import ndarray
 from torch import Tensor, nn
 
-from support import ranks as common
-from levels import AGENT, CELLS, load_level_sets, plan_image
 from convlstm import PLANES, Agent, build_agent, load_agent
-from support.files import write_atomic, write_json, write_tensors, write_text
-from support.run_folder import OF_A_CALL
+from levels import AGENT, CELLS, load_level_sets, plan_image
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
+from support import ranks
+from support.files import write_atomic, write_json, write_tensors, write_text
+from support.run_folder import PER_CALL
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -106,7 +106,7 @@ DRAWN = {'3x3': '-', 'untrained 3x3': ':', 'observation': '--'}  # probes in rec
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
 # Settings in which seeds of one agent may differ.
-NOT_THE_AGENT = ('seed', 'device', 'threads', *OF_A_CALL)
+NOT_THE_AGENT = ('seed', 'device', 'threads', *PER_CALL)
 
 
 # ---- agents and levels ----
@@ -124,9 +124,14 @@ class Player(NamedTuple):
 def load_player(folder: str, device: str) -> Player:
     """Return the agent in a folder, of a run or of an export."""
     agent = load_agent(folder, which, device)
-    settings = {'n_levels': 1, 'eval_games': 1, 'levels_dir': '', **agent.about.get('settings', {})}
+    settings = {
+        'n_levels': 1,
+        'eval_games': 1,
+        'levels_dir': '',
+        **agent.metadata.get('settings', {}),
+    }
     if not {'seed', 'eval_split'} <= settings.keys():
-        raise Mistake(f'{folder}: its config.json lacks the settings of the run')
+        raise UserError(f'{folder}: its config.json lacks the settings of the run')
     torch.manual_seed(settings['seed'])  # as train_sokoban.py does before it builds the agent
     untrained = build_agent(agent.config).to(device).eval()
     return Player(os.path.basename(os.path.abspath(folder)), agent, untrained, settings)
@@ -151,7 +156,7 @@ def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
     trained = {config['split'], *(player.settings.get('split') for player in players)}
     if test_split in trained - {'generated'}:
         reason = 'agents or probes would be tested on their training levels'
-        raise Mistake(f'{test_split}: {reason}: choose other --levels or --test_levels')
+        raise UserError(f'{test_split}: {reason}: choose other --levels or --test_levels')
     (train, train_line), (test, test_line) = load_level_sets(config)
     known = set(map(bytes, train))
     is_new = np.array([bytes(level) not in known for level in test], bool)
@@ -161,7 +166,9 @@ def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
     if not is_new.all():
         print(f'{(~is_new).sum():,} test levels are left out, because they are training levels')
     if len(test) < min_levels:
-        raise Mistake(f'test levels: these are fewer than min_levels = {min_levels}: choose others')
+        raise UserError(
+            f'test levels: these are fewer than min_levels = {min_levels}: choose others'
+        )
     return train, test
 
 
@@ -216,7 +223,7 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
     steps, whose features lie in a temporary file as long as they are used, and the number of levels
     that are solved."""
     parts, solved = [], 0
-    is_due = common.every()
+    is_due = ranks.Throttle()
     file = tempfile.TemporaryFile(dir=out_dir)
     for i in range(0, len(packed), BATCH):
         recorder = FeatureRecorder(player.agent, player.untrained)
@@ -230,7 +237,7 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
         features = features[played]
         if not np.isfinite(features).all():
             reason = 'in which states are stored (at most 65,504)'
-            raise Mistake(
+            raise UserError(
                 f'{player.name}: its state is not finite in float16, {reason}: leave it out'
             )
         file.write(features.data)
@@ -294,7 +301,7 @@ def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
     weights = [p for probe in probes.values() for p in probe.conv.parameters()]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=weight_decay)
     order = torch.Generator().manual_seed(0)
-    is_due = common.every()
+    is_due = ranks.Throttle()
     for epoch in range(epochs):
         total = torch.zeros(len(PROBES), device=device)
         batches = torch.randperm(S, generator=order).split(batch_size)
@@ -435,9 +442,9 @@ def main() -> None:
     folders = [name for name in names if os.path.isdir(name) or not name.endswith('.py')]
     configure(globals(), [*(name for name in names if name not in folders), *argv[len(names) :]])
     if not folders:
-        raise Mistake('no agents: name their folders, python -m paper.probe out/a out/b')
-    common.keep_memory()
-    torch_device = common.pick_device(device, threads)
+        raise UserError('no agents: name their folders, python -m paper.probe out/a out/b')
+    ranks.keep_memory()
+    torch_device = ranks.pick_device(device, threads)
 
     players = [load_player(folder, torch_device) for folder in folders]
     train, test = load_levels(players)
@@ -449,12 +456,12 @@ def main() -> None:
     players, tests = [players[i] for i in best], [tests[i] for i in best]
     names = [player.name for player in players]
     if len(set(names)) < len(names):
-        raise Mistake(f'{", ".join(names)}: two folders of one name, whose files would collide')
+        raise UserError(f'{", ".join(names)}: two folders of one name, whose files would collide')
     solved = np.all([found['solved'] for found in tests], 0)
     print(f'{solved.sum()} of {len(test)} test levels are solved by all agents')
     if solved.sum() < min_levels:
         advice = 'choose easier test_levels or a larger n_test'
-        raise Mistake(f'these are fewer than min_levels = {min_levels}: {advice}')
+        raise UserError(f'these are fewer than min_levels = {min_levels}: {advice}')
     os.makedirs(out_dir, exist_ok=True)
     # The level of plans.png: the first on which no episode ends too early, or the longest.
     shortest = np.min([found['steps'][solved] for found in tests], 0)
@@ -490,8 +497,8 @@ def main() -> None:
     print(total.round(3).to_string())
     report = {
         'command': shlex.join(sys.argv),
-        'commit': common.commit(),
-        'device': common.device_name(torch_device),
+        'commit': ranks.commit(),
+        'device': ranks.device_name(torch_device),
         'levels': int(solved.sum()),
         'scores': total.reset_index().to_dict('records'),
     }
@@ -500,4 +507,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, common.error_explainer('fewer n_train or n_test'))
+    run_script(main, ranks.error_explainer('fewer n_train or n_test'))

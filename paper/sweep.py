@@ -34,13 +34,12 @@ from datetime import timedelta
 from pathlib import Path
 from signal import SIGTERM
 
-from configurator import Mistake, first_line, run_script
+from configurator import UserError, first_line, run_script
 
 import torch
 from pandas import DataFrame, Series
 
-from support.ranks import every, print0
-from convlstm import SIZES as AGENT_SIZES
+from convlstm import MODEL_SETTINGS as AGENT_SETTINGS
 from model import ModelConfig
 from paper.plans import (
     ROOT,
@@ -54,13 +53,14 @@ from paper.plans import (
     updates,
     vary,
 )
-from support.run_folder import OF_A_CALL, Stopper, log_of, settings_of
+from support.ranks import Throttle, print0
+from support.run_folder import PER_CALL, Stopper, log_of, settings_of
 
 # Settings that a trainer may take from the weights in init_from.
-SIZES = (*AGENT_SIZES, 'tokenizer', *(field.name for field in fields(ModelConfig)))
+MODEL_SETTINGS = (*AGENT_SETTINGS, 'tokenizer', *(field.name for field in fields(ModelConfig)))
 # Settings that say how fast a run is (its results change by rounding only) and what it reports.
 NEUTRAL = (
-    *('download', 'device', 'threads', 'compile', 'graphs', 'batch_size'),
+    *('download', 'device', 'threads', 'compile', 'cuda_graphs', 'batch_size'),
     *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
 DATA = ('data_dir', 'levels_dir')
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> None:
-        raise Mistake(f'{message}: --help lists the arguments')
+        raise UserError(f'{message}: --help lists the arguments')
 
 
 def path(text: str) -> Path:
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args(sys.argv[1:at])
     args.settings = sys.argv[at + 1 :]
     if args.workers < 0 or args.gpus_per_run < 1:
-        raise Mistake('--workers and --gpus_per_run must be at least 1')
+        raise UserError('--workers and --gpus_per_run must be at least 1')
     return args
 
 
@@ -107,14 +107,14 @@ def parse() -> argparse.Namespace:
 
 
 def matching(frame: DataFrame, condition: str) -> DataFrame:
-    """Return the rows that fulfill a condition. Raises Mistake if it cannot be evaluated, or if
+    """Return the rows that fulfill a condition. Raises UserError if it cannot be evaluated, or if
     there are none."""
     try:
         kept = Series(frame.eval(condition), frame.index)
     except Exception as error:  # noqa: BLE001  of any type: the text is the user's
-        raise Mistake(f'--only={condition!r}: {first_line(error)}') from None
+        raise UserError(f'--only={condition!r}: {first_line(error)}') from None
     if kept.dtype != bool or not kept.any():
-        raise Mistake(f'--only={condition!r}: is no condition, or no run fulfills it')
+        raise UserError(f'--only={condition!r}: is no condition, or no run fulfills it')
     return frame[kept]
 
 
@@ -122,7 +122,7 @@ def select(args: argparse.Namespace) -> list[Run]:
     """Return the runs that the arguments ask for."""
     runs = runs_of(args.plan)
     if not runs:
-        raise Mistake(f'{args.plan} needs no runs: {find_plan(args.plan).draw}')
+        raise UserError(f'{args.plan} needs no runs: {find_plan(args.plan).draw}')
     if args.only is not None:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
@@ -130,9 +130,11 @@ def select(args: argparse.Namespace) -> list[Run]:
         runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:
         given = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
-        if given is None or given[1] in OF_A_CALL:
+        if given is None or given[1] in PER_CALL:
             expected = '--vary=NAME=VALUE,VALUE, and --NAME=VALUE after --'
-            raise Mistake(f'{argument!r}: expected {expected}; --out names the folder of all runs')
+            raise UserError(
+                f'{argument!r}: expected {expected}; --out names the folder of all runs'
+            )
         name, text = given.groups()
         is_axis = argument not in args.settings
         # a comma in parentheses, as in (0.8, 0.95), does not separate values
@@ -167,12 +169,12 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     saved, log = settings_of(out / run.folder), log_of(out / run.folder)
     before = {**defaults, **saved}  # a setting added after the run had its default
     # Sizes that the plan leaves open come from the weights in init_from.
-    adopted = SIZES if settings.get('init_from') else ()
+    adopted = MODEL_SETTINGS if settings.get('init_from') else ()
     for name, value in settings.items() if saved else ():
         old = before.get(name)
         old = tuple(old) if isinstance(old, list) else old  # from JSON
         is_adopted = name in adopted and value == defaults.get(name)
-        is_compared = name not in NEUTRAL + OF_A_CALL and value != 'auto' and not is_adopted
+        is_compared = name not in NEUTRAL + PER_CALL and value != 'auto' and not is_adopted
         if is_compared and old != value:
             return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
@@ -183,12 +185,12 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
 
 
 def unfinished(runs: list[Run], out: Path) -> list[Run]:
-    """Return the runs that are not finished. Raises Mistake if a folder holds another
+    """Return the runs that are not finished. Raises UserError if a folder holds another
     run."""
     states = [progress(run, out)[0] for run in runs]
     for run, state in zip(runs, states, strict=True):
         if state.startswith('has '):
-            raise Mistake(f'{out / run.folder} {state}: move it away, or choose another --out')
+            raise UserError(f'{out / run.folder} {state}: move it away, or choose another --out')
     return [run for run, state in zip(runs, states, strict=True) if state != 'done']
 
 
@@ -223,7 +225,7 @@ def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:
     """Print an array job, with a job for each run that is not finished."""
     commands = [shlex.join(command_of(run, args)) for run in unfinished(runs, args.out)]
     if not commands:
-        raise Mistake(f'plan {args.plan}: all {len(runs)} runs are done')
+        raise UserError(f'plan {args.plan}: all {len(runs)} runs are done')
     print(f"""#!/bin/bash
 #SBATCH --job-name={args.plan} --array=0-{len(commands) - 1}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --gpus-per-task={args.gpus_per_run}
@@ -245,7 +247,7 @@ def gpus_of_workers(workers: int, gpus_per_run: int) -> list[str]:
     n, k = torch.cuda.device_count(), gpus_per_run
     names = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(n)))).split(',')[:n]
     if 0 < n < k:
-        raise Mistake(f'--gpus_per_run={k}: there are {n} GPUs')
+        raise UserError(f'--gpus_per_run={k}: there are {n} GPUs')
     groups = [','.join(names[i : i + k]) for i in range(0, n - k + 1, k)] or ['']
     return [groups[i % len(groups)] for i in range(workers or len(groups))]
 
@@ -306,7 +308,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     gpus = gpus_of_workers(min(args.workers, len(waiting)), args.gpus_per_run)
     threads = max(1, torch.get_num_threads() // (len(gpus) * args.gpus_per_run))
     print0(f'{forecast(runs, args.out, len(gpus))}; {len(gpus)} at a time')
-    stopper, is_due, workers = Stopper(), every(60), len(gpus)
+    stopper, is_due, workers = Stopper(), Throttle(60), len(gpus)
 
     def work(run: Run) -> str:
         """Start or resume a run, wait for its end, and return what became of it."""

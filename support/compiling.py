@@ -1,5 +1,5 @@
-"""Three ways to run the same function faster: compiled (`fused`), as a hand-written Triton form
-(`has_triton_form`), and as a CUDA graph (`graphed`). Each falls back to the function itself."""
+"""Three ways to run the same function faster: compiled (`fused`), as a hand-written Triton override
+(`has_override`), and as a CUDA graph (`graphed`). Each falls back to the function itself."""
 
 import ast
 import contextlib
@@ -51,18 +51,19 @@ def fused(f: Callable) -> Callable:
 fused.enabled = False
 
 
-# ---- Triton forms ------------------------------------------------------------------------------
-# A function decorated with @has_triton_form may be replaced by its Triton form, a function of the
-# same arguments in triton_kernels.py. The form runs only where it is enabled (`using`), and while
-# the code of every function that it replaces is the code it was written for. forms.py picks forms
+# ---- Triton overrides
+# ------------------------------------------------------------------------------ A function
+# decorated with @has_override may be replaced by its Triton override, a function of the same
+# arguments in kernels.py. The form runs only where it is enabled (`use_overrides`), and while the
+# code of every function that it replaces is the code it was written for. kernels.py picks forms
 # that agree in values and gradients, and are faster.
 
-registered: dict[str, Callable] = {}  # forms by name, filled by triton_kernels.py
+registered: dict[str, Callable] = {}  # forms by name, filled by kernels.py
 _enabled: list[frozenset] = [frozenset()]
 
 
-def has_triton_form(name: str) -> Callable:
-    """Decorate a function for which triton_kernels.py may register a form of this name. A form that
+def has_override(name: str) -> Callable:
+    """Decorate a function for which kernels.py may register a form of this name. A form that
     cannot take some arguments returns NotImplemented for them; none takes float64, in which models
     are checked, because forms calculate in fp32."""
 
@@ -90,13 +91,13 @@ def code_hash(functions: tuple) -> str:
     return hashlib.sha256('\n'.join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
 
 
-def enabled_forms() -> frozenset:
-    """Return the names that the innermost `using` has enabled."""
+def enabled_overrides() -> frozenset:
+    """Return the names that the innermost `use_overrides` has enabled."""
     return _enabled[-1]
 
 
 @contextlib.contextmanager
-def using(names: frozenset) -> Iterator[None]:
+def use_overrides(names: frozenset) -> Iterator[None]:
     """Enable the forms of these names, and no others, within a with statement."""
     _enabled.append(frozenset(names))
     try:

@@ -17,13 +17,12 @@ import pathlib
 import zlib
 from typing import Self
 
-from configurator import Mistake, first_line
+from configurator import UserError, first_line
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
-from support.ranks import print0
 from support.files import (
     Path,
     read_json,
@@ -33,6 +32,7 @@ from support.files import (
     write_tensors,
     write_text,
 )
+from support.ranks import print0
 from support.run_folder import BEST, CONFIG, WEIGHTS, load_last, restoring
 
 CARD = 'README.md'
@@ -83,11 +83,11 @@ model = {{ name }}.from_pretrained('FOLDER')
 
 def call_hub(function: str, repo: str, *names: str, **options: object) -> object:
     """Return huggingface_hub.FUNCTION(repo, *names, **options), which tries again by itself if the
-    network fails. Raises Mistake if the call fails for good."""
+    network fails. Raises UserError if the call fails for good."""
     try:
         return getattr(huggingface_hub, function)(repo, *names, **options)
     except HUB_ERRORS as error:
-        raise Mistake(
+        raise UserError(
             f'cannot download {" of ".join([*names, repo])}: {first_line(error)}: the same command '
             'continues; or check the name, the revision and, for a private repository, '
             '`hf auth login`'
@@ -112,8 +112,8 @@ def pin_revision(
 
 
 def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
-    """Load all weights of a model. Raises Mistake, naming the file `path` and the weight, if one is
-    missing, has another shape or is not finite."""
+    """Load all weights of a model. Raises UserError, naming the file `path` and the weight, if one
+    is missing, has another shape or is not finite."""
     with restoring(path):
         for name, x in weights.items():
             if not x.isfinite().all():
@@ -137,26 +137,26 @@ def export_in(folder: Path) -> pathlib.Path:
     return path if (path / WEIGHTS).exists() else path / BEST
 
 
-def read_about(folder: pathlib.Path) -> dict:
-    """Return the entries of an export's config.json. Raises Mistake if it cannot be read."""
-    about = read_json(folder / CONFIG)
-    if not about:
+def read_metadata(folder: pathlib.Path) -> dict:
+    """Return the entries of an export's config.json. Raises UserError if it cannot be read."""
+    metadata = read_json(folder / CONFIG)
+    if not metadata:
         reason = 'cannot be read: missing or damaged? Name the folder of a run or of an export'
-        raise Mistake(f'{folder / CONFIG}: {reason}')
-    return about
+        raise UserError(f'{folder / CONFIG}: {reason}')
+    return metadata
 
 
 def sizes_in(folder: Path) -> dict:
     """Return the settings that the model of an export, or the best model of a run, is built with.
-    Raises Mistake if the folder holds neither."""
-    about = read_about(export_in(folder))
-    return {**about, **about.get('model', {})}
+    Raises UserError if the folder holds neither."""
+    metadata = read_metadata(export_in(folder))
+    return {**metadata, **metadata.get('model', {})}
 
 
-def init_from(model: torch.nn.Module, folder: Path) -> None:
+def initialize_from(model: torch.nn.Module, folder: Path) -> None:
     """Initialize a model from an export or from the best model of a run. Every weight whose name
     and shape the model has is taken. Print which weights of the model and of the folder were not.
-    Raises Mistake if the folder cannot be read or no weight fits."""
+    Raises UserError if the folder cannot be read or no weight fits."""
     path = export_in(folder) / WEIGHTS
     weights, initial = read_tensors(path), model.state_dict()
     fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
@@ -165,7 +165,7 @@ def init_from(model: torch.nn.Module, folder: Path) -> None:
     first = {place[name]: name for name in reversed(fits)}
     fits = [name for name in fits if torch.equal(weights[name], weights[first[place[name]]])]
     if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
-        raise Mistake(f'{path}: no weight has a name and shape of this model')
+        raise UserError(f'{path}: no weight has a name and shape of this model')
     load_weights(model, {**initial, **{name: weights[name] for name in fits}}, path)
     print0(f'{path}: took {len(fits)} of {len(initial)} weights')
     for label, tensors in (('initialized from scratch', initial), ('not taken', weights)):
@@ -177,7 +177,7 @@ def init_from(model: torch.nn.Module, folder: Path) -> None:
 def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     """Prepare a folder, new or with an earlier export of this kind, for an export, and return its
     path. A new folder gets a CONFIG that marks it but describes no model yet. What was made from
-    the earlier export is removed. Raises Mistake if the folder holds anything else.
+    the earlier export is removed. Raises UserError if the folder holds anything else.
 
     kind: a key that only the CONFIG of this kind has; derived: patterns of files made from an
     export."""
@@ -187,7 +187,7 @@ def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
     others = {file.name for file in found - old} - {CONFIG, WEIGHTS, CARD}
     is_foreign = found and (others or kind not in read_json(path / CONFIG))
     if is_foreign or path.is_file():
-        raise Mistake(f'{path}: holds files that no such export wrote: choose another folder')
+        raise UserError(f'{path}: holds files that no such export wrote: choose another folder')
     path.mkdir(parents=True, exist_ok=True)
     remove_temporary(path)
     for file in old:
@@ -208,14 +208,14 @@ class PublishedModel(
     because the mixin's keeps an old model card and would replace the files of strangers, not
     atomically; `load_trained` is for the folders of runs, and names a damaged file.
 
-    A subclass defines KIND, a key that only its config.json has; `build(about)`, which returns a
+    A subclass defines KIND, a key that only its config.json has; `build(metadata)`, which returns a
     model for the entries of a config.json; and `entries()`, which returns the entries that rebuild
     the model: 'recurrent' and the sizes, as entries or together as 'model'."""
 
     KIND: str
     DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
-    about: dict = {}  # the entries of config.json with which the model was loaded
-    loaded: int | None = None  # the checksum of the weights that `about` describes
+    metadata: dict = {}  # the entries of config.json with which the model was loaded
+    loaded: int | None = None  # the checksum of the weights that `metadata` describes
 
     @classmethod
     def _from_pretrained(
@@ -238,47 +238,48 @@ class PublishedModel(
 
     @classmethod
     def load_export(cls, folder: Path, device: str = 'cpu') -> Self:
-        """Return the model of an export, in fp32 and in evaluation mode. Raises Mistake, which
+        """Return the model of an export, in fp32 and in evaluation mode. Raises UserError, which
         names the file, if one is missing or damaged, or if the model is of another class."""
         path = pathlib.Path(folder)
         with restoring(path / CONFIG):
-            model = cls.rebuild(read_about(path))
+            model = cls.rebuild(read_metadata(path))
         return model.restore(read_tensors(path / WEIGHTS), path / WEIGHTS, device)
 
     @classmethod
     def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
         """Return the model of a run, or of an export. which: of a run the 'best' model, if it has
-        one, or the 'last' checkpoint. Raises Mistake."""
+        one, or the 'last' checkpoint. Raises UserError."""
         export = export_in(folder)
         if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
             return cls.load_export(export, device)
         saved, path = load_last(folder)
         with restoring(path):
-            settings = {'settings': saved['config'], 'command': saved['about']['command']}
+            settings = {'settings': saved['config'], 'command': saved['metadata']['command']}
             model = cls.rebuild({**saved['entries'], 'step': saved['step'], **settings})
             return model.restore(saved['model'], path, device)
 
     @classmethod
-    def rebuild(cls, about: dict) -> Self:
+    def rebuild(cls, metadata: dict) -> Self:
         """Return the model that the entries of a config.json describe, with initial weights. Raises
         KeyError, TypeError or ValueError if they describe none of this class."""
         try:
-            model = cls.build(about)
-        except Mistake as error:  # not in what the user has typed: the caller names the file
+            model = cls.build(metadata)
+        except UserError as error:  # not in what the user has typed: the caller names the file
             raise ValueError(error) from None
         if not isinstance(model, cls):
             raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
-        model.about = about
+        model.metadata = metadata
         return model
 
     def restore(self, weights: dict, path: Path, device: str) -> Self:
-        """Load the weights that `about` describes; return the model, in evaluation mode."""
+        """Load the weights that `metadata` describes; return the model, in evaluation mode."""
         load_weights(self, weights, path)
         self.loaded = checksum(self)
         return self.to(device).eval()
 
-    def describe(self, about: dict) -> dict:
-        """Return the fields of the model card (MODEL_CARD); about: the entries of config.json."""
+    def describe(self, metadata: dict) -> dict:
+        """Return the fields of the model card (MODEL_CARD); metadata: the entries of
+        config.json."""
         entries = self.entries()
         return {
             'name': type(self).__name__,
@@ -286,7 +287,7 @@ class PublishedModel(
             'kind': 'recurrent' if entries['recurrent'] else 'non-recurrent',
             'parameters': f'{sum(p.numel() for p in self.parameters()):,}',
             'sizes': entries.get('model', entries),
-            **{name: about.get(name) for name in ('score', 'step', 'command')},
+            **{name: metadata.get(name) for name in ('score', 'step', 'command')},
         }
 
     def save_pretrained(
@@ -303,19 +304,19 @@ class PublishedModel(
 
         config: further entries of config.json, such as 'step', 'command' and 'score'. A model whose
         weights are still those that were loaded keeps the entries that it was loaded with. Raises
-        Mistake if the folder holds other files.
+        UserError if the folder holds other files.
         """
         is_as_loaded = self.loaded is not None and self.loaded == checksum(self)
-        kept = self.about if is_as_loaded else {}
-        about = kept | self.entries() | (config or {})
+        kept = self.metadata if is_as_loaded else {}
+        metadata = kept | self.entries() | (config or {})
         folder = start_export(save_directory, self.KIND, *self.DERIVED)
         # Copies, because a tied parameter stands in the file under each of its names. The weights
         # come first: if the disk is full, an earlier model is still complete. (A kill between this
         # line and the CONFIG leaves them with the description of the earlier model.)
         weights = {name: x.clone() for name, x in self.state_dict().items()}
         write_tensors(weights, folder / WEIGHTS)
-        write_json(about, folder / CONFIG)
-        card = self.generate_model_card(**self.describe(about))
+        write_json(metadata, folder / CONFIG)
+        card = self.generate_model_card(**self.describe(metadata))
         write_text(str(card), folder / CARD)
         if not push_to_hub:
             return None

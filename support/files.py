@@ -1,14 +1,19 @@
-"""Files that are written completely or not at all: any bytes, text, JSON, and tensors."""
+"""Files: written completely or not at all, and read as text, JSON or tensors."""
 
 import contextlib
 import errno
+import gzip
+import io
 import json
+import lzma
 import os
 import pathlib
 import secrets
+import sys
+import zlib
 from collections.abc import Callable
 
-from configurator import Mistake, first_line
+from configurator import UserError, first_line
 
 Path = str | os.PathLike
 
@@ -86,14 +91,14 @@ def read_json(path: Path) -> dict:
 
 
 def read_tensors(path: Path, device: str = 'cpu') -> dict:
-    """Return the tensors in a .safetensors file by name. Raises Mistake if it cannot be read."""
+    """Return the tensors in a .safetensors file by name. Raises UserError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path, device)
     except (OSError, SafetensorError) as error:
-        raise Mistake(f'{path}: cannot be read ({first_line(error)})') from None
+        raise UserError(f'{path}: cannot be read ({first_line(error)})') from None
 
 
 def write_tensors(tensors: dict, path: Path) -> None:
@@ -103,3 +108,30 @@ def write_tensors(tensors: dict, path: Path) -> None:
     contiguous = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     data = save(contiguous, metadata={'format': 'pt'})
     write_atomic(path, lambda file: file.write(data))
+
+
+# ---- text ----
+
+
+def open_text(path: str, errors: str = 'strict') -> io.TextIOBase:
+    """Open a file of text, also one that is compressed (.gz, .xz), or standard input for '-'."""
+    if path == '-' and sys.stdin is None:
+        raise UserError('-: standard input is closed')
+    if path == '-':
+        return io.TextIOWrapper(io.BytesIO(sys.stdin.buffer.read()), encoding='utf-8-sig')
+    opener = {'.gz': gzip.open, '.xz': lzma.open}.get(os.path.splitext(path)[1].lower(), open)
+    return opener(path, 'rt', encoding='utf-8-sig', errors=errors)
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file, or of standard input for '-'. Raises UserError if it is no
+    text."""
+    try:
+        with open_text(path) as file:
+            return file.read()
+    except UserError:
+        raise
+    except (ValueError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f'{path}: cannot be read as UTF-8: {first_line(error)}: save it so'
+        ) from None

@@ -13,13 +13,12 @@ import os
 import re
 import zlib
 
-from configurator import Mistake
+from configurator import UserError
 
 import numpy as np
 import torch
 
 from support.files import read_json, write_atomic, write_json
-from support.text import VOCAB
 
 MAGIC = 20240520
 HEADER = 256  # length of the header in int32
@@ -39,11 +38,11 @@ def shard_path(folder: str, index: int) -> str:
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None:
     """Write tokens (S,) as one shard, completely or not at all: as uint32 if they are of that type
-    or too large for uint16. Raises Mistake if they do not fit."""
+    or too large for uint16. Raises UserError if they do not fit."""
     tokens = np.asarray(tokens)
     is_row = tokens.ndim == 1 and tokens.dtype.kind in 'iu' and 0 < tokens.size < 2**31
     if not is_row or tokens.min() < 0 or tokens.max() >= 2**32:
-        raise Mistake(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 2^32')
+        raise UserError(f'{path}: a shard holds 1 to 2^31 - 1 tokens in a row, each below 2^32')
     version = 2 if tokens.dtype == np.uint32 or tokens.max() >= 2**16 else 1
     header = np.zeros(HEADER, dtype='<i4')
     header[:3] = MAGIC, version, tokens.size
@@ -54,18 +53,18 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray | list[int]) -> None
 def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     """Return the tokens of a shard, a np.memmap of shape (S,).
 
-    Raises Mistake if the file is no shard, if its length is not that in the header, or if a token
+    Raises UserError if the file is no shard, if its length is not that in the header, or if a token
     is not below `vocab_size`. Every token is compared once, here.
     """
     size = os.path.getsize(path)
     header = np.fromfile(path, dtype='<i4', count=HEADER)
     if len(header) < HEADER or header[0] != MAGIC or header[1] not in DTYPES:
-        raise Mistake(f'{path}: not a token shard ({MAGIC}, 1 or 2 in a header of 1 kB)')
+        raise UserError(f'{path}: not a token shard ({MAGIC}, 1 or 2 in a header of 1 kB)')
     dtype = np.dtype(DTYPES[int(header[1])])
     count = int(header[2])
     found = (size - 4 * HEADER) / dtype.itemsize
     if count != found or count < 1:
-        raise Mistake(
+        raise UserError(
             f'{path}: {count:,} tokens by its header, {found:,.1f} in the file: delete its folder '
             '(a --pretokenized shard alone), and prepare it again'
         )
@@ -74,7 +73,7 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
     for start in range(0, count, step):
         if tokens[start : start + step].max() >= vocab_size:
             position = start + int(np.argmax(tokens[start : start + step] >= vocab_size))
-            raise Mistake(
+            raise UserError(
                 f'{path}: token {tokens[position]} at position {position} '
                 f'is outside the vocabulary of {vocab_size}'
             )
@@ -86,16 +85,16 @@ def read_shard(path: str | os.PathLike, vocab_size: int) -> np.memmap:
 
 def read_meta(folder: str | os.PathLike) -> dict | None:
     """Return the folder's meta.json, what its shards were prepared from; None if there is none.
-    Raises Mistake if it cannot be used."""
+    Raises UserError if it cannot be used."""
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         return None
     meta = read_json(path)
-    known_tokenizer = meta.get('tokenizer') in list(VOCAB)
-    if known_tokenizer and isinstance(meta.get('shards'), list) and 'source' in meta:
+    has_tokenizer = isinstance(meta.get('tokenizer'), str)
+    if has_tokenizer and isinstance(meta.get('shards'), list) and 'source' in meta:
         return meta
     advice = 'delete the folder and prepare it again'
-    raise Mistake(f'{path}: no description of token shards: {advice}')
+    raise UserError(f'{path}: no description of token shards: {advice}')
 
 
 def write_meta(folder: str | os.PathLike, meta: dict) -> None:
@@ -104,8 +103,8 @@ def write_meta(folder: str | os.PathLike, meta: dict) -> None:
 
 
 def refuse_missing(folder: str | os.PathLike, meta: dict, split: str = '') -> None:
-    """Raise Mistake if a shard (of this split only, if one is given) that the folder's description
-    lists is missing."""
+    """Raise UserError if a shard (of this split only, if one is given) that the folder's
+    description lists is missing."""
     paths = [shard_path(folder, index) for index in range(len(meta['shards']))]
     for path in paths:
         of_split = os.path.basename(path).startswith(f'fineweb_{split}')
@@ -113,13 +112,13 @@ def refuse_missing(folder: str | os.PathLike, meta: dict, split: str = '') -> No
             advice = 'delete the folder and prepare it again'
             if meta['source'] == READY_MADE:
                 advice = 'run the same data_fineweb.py command again'
-            raise Mistake(f'{path} is missing: {advice}')
+            raise UserError(f'{path} is missing: {advice}')
 
 
 def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:
     """Return the sorted paths of the folder's 'train' or 'val' shards.
 
-    Raises Mistake if there are none, or shards of several names; if their preparation was
+    Raises UserError if there are none, or shards of several names; if their preparation was
     interrupted; if one is missing; or if they were prepared with another tokenizer.
     """
     files = sorted(os.listdir(data_dir)) if os.path.isdir(data_dir) else []
@@ -132,23 +131,23 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
                 found[file] = name
     if not found:
         seen = f', only {", ".join(files[:5])}{", ..." if len(files) > 5 else ""}' if files else ''
-        raise Mistake(
+        raise UserError(
             f'no {split} shards in {data_dir!r} (NAME_{split}_NUMBER.bin, or NAME_NUMBER.bin, of '
             f'which 000000 validates){seen}: prepare them with '
             f'`python data_fineweb.py --data_dir={data_dir}` and a source; --help lists the sources'
         )
     if len(names := sorted(set(found.values()))) > 1:
         advice = 'move all but one to other folders'
-        raise Mistake(f'{data_dir} holds shards of several names, {", ".join(names)}: {advice}')
+        raise UserError(f'{data_dir} holds shards of several names, {", ".join(names)}: {advice}')
     meta = read_meta(data_dir) or {'tokenizer': 'gpt2', 'shards': []}
     if not meta.get('finished', True):
         advice = 'run the same data_fineweb.py command again'
-        raise Mistake(f'{data_dir}: its preparation was interrupted: {advice}')
+        raise UserError(f'{data_dir}: its preparation was interrupted: {advice}')
     refuse_missing(data_dir, meta, split)
     prepared = meta['tokenizer']
     if tokenizer not in (None, prepared):
         advice = f'set --tokenizer={prepared} or another data_dir'
-        raise Mistake(f'{data_dir} was prepared with {prepared!r}, not {tokenizer!r}: {advice}')
+        raise UserError(f'{data_dir} was prepared with {prepared!r}, not {tokenizer!r}: {advice}')
     return [os.path.join(data_dir, file) for file in found]
 
 
@@ -182,7 +181,7 @@ class Loader:
     B counts the rows of all ranks. With share = (rank, world), each rank reads its part of every
     batch, and the position is the same on all ranks. With a seed, the shards are read in another
     order in each epoch, each from a random token on, as a ring; without one, from start to end.
-    Raises Mistake if a shard is too small, or B is not a multiple of `world`.
+    Raises UserError if a shard is too small, or B is not a multiple of `world`.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class Loader:
         rank, world = share
         rows = f'B = {B} rows of T = {T} tokens'
         if B % world:
-            raise Mistake(f'{rows} cannot be shared by {world} ranks')
+            raise UserError(f'{rows} cannot be shared by {world} ranks')
         self.B = B
         self.T = T
         self.carries = carries
@@ -208,7 +207,7 @@ class Loader:
         for path in paths:
             tokens = read_shard(path, V)
             if self.count_windows(tokens) < 1:
-                raise Mistake(f'{path}: {len(tokens)} tokens are too few for {rows}')
+                raise UserError(f'{path}: {len(tokens)} tokens are too few for {rows}')
             self.shards.append(tokens)
         self.open_shard(epoch=0, shard=0)
 
@@ -254,7 +253,7 @@ class Loader:
         return {'epoch': self.epoch, 'shard': self.shard, 'window': self.window}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a saved position. Raises Mistake if this data has no such position at this
+        """Continue at a saved position. Raises UserError if this data has no such position at this
         B and T."""
         epoch, shard, window = state['epoch'], state['shard'], state['window']
         valid = epoch >= 0 and window >= 0 and 0 <= shard < len(self.shards)
@@ -262,7 +261,7 @@ class Loader:
             self.open_shard(epoch, shard)
             valid = window <= self.windows
         if not valid:
-            raise Mistake(
+            raise UserError(
                 f'loader position {state} does not exist in this data at B = {self.B}, T = {self.T}'
             )
         self.window = window
@@ -275,13 +274,13 @@ def load_val(
     each, with n = val_tokens // val_streams and about val_streams / world streams per rank.
 
     The streams are the first val_tokens tokens of the shards, cut into val_streams parts. With
-    share = (rank, world), each rank gets its part of them. Raises Mistake if the shards hold too
+    share = (rank, world), each rank gets its part of them. Raises UserError if the shards hold too
     few tokens.
     """
     rank, world = share
     n = val_tokens // val_streams
     if n < 1:
-        raise Mistake(
+        raise UserError(
             f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams'
         )
     needed = val_streams * n + 1
@@ -289,7 +288,7 @@ def load_val(
     for path in paths:
         tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
     if len(tokens) < needed:
-        raise Mistake(
+        raise UserError(
             f'{paths[-1]}: {len(tokens):,} validation tokens, {needed - len(tokens):,} fewer than '
             f'val_tokens = {val_tokens} needs: lower val_tokens'
         )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from support.compiling import fused
-from support.ops import bf16_is_fast
+from support.ranks import bf16_is_fast
 
 # a, b, c of the quintic a x + b x^3 + c x^5, from Jordan's post: they have the steepest slope at 0
 # for which iterating maps singular values in (0, 1] to about [0.7, 1.2].
@@ -42,7 +42,7 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def transpose_to_wide(x: torch.Tensor) -> torch.Tensor:
     """Return x (..., out, in) as (N, rows, columns) with rows <= columns, transposed if needed: the
     Gram matrix is then the smaller of the two."""
     x = x.reshape(-1, *x.shape[-2:])
@@ -153,7 +153,7 @@ def average_grad(
     orthogonalized, to `out` (N, rows, columns)."""
     # an average differs from a sum only in scale, which orthogonalization removes
     buffer.lerp_(grad, 1 - momentum)
-    out.copy_(wide(grad.lerp(buffer, momentum)))
+    out.copy_(transpose_to_wide(grad.lerp(buffer, momentum)))
 
 
 def change_weights(

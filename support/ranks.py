@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import datetime
-import importlib.util
 import math
 import os
 import pathlib
@@ -16,13 +15,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 
-from configurator import Mistake, first_line
+from configurator import UserError, first_line
 
 import torch
 import torch.distributed as dist
 
 from support.compiling import fused
-from support.ops import bf16_is_fast
 
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier version was tried
     raise ImportError(f'torch {torch.__version__} is too old: 2.11 or later is needed')
@@ -94,7 +92,7 @@ def run_compiled(call: Callable[[], object]) -> object:
     return call()
 
 
-def every(seconds: float = 10.0) -> Callable[..., bool]:
+def Throttle(seconds: float = 10.0) -> Callable[..., bool]:
     """Return a function due() that is true at most once every `seconds`; for progress lines.
     due(restart=True) starts a new wait in any case."""
     last = time.monotonic()
@@ -149,10 +147,10 @@ def shared(config: dict) -> dict:
 
 
 def compare_ranks(*values: object) -> None:
-    """Raise Mistake if the ranks have different values."""
+    """Raise UserError if the ranks have different values."""
     if not agree(*values):
         advice = 'give all hosts the same command and files'
-        raise Mistake(f'the ranks differ in settings, data, checkpoints or processors: {advice}')
+        raise UserError(f'the ranks differ in settings, data, checkpoints or processors: {advice}')
 
 
 def share_weights(model: torch.nn.Module) -> None:
@@ -256,30 +254,43 @@ def pick_device(name: str, threads: int = 0) -> str:
     """Return 'cpu', 'mps' or 'cuda:N' for a `device` setting, and set the number of CPU threads.
 
     'auto' is a CUDA device if there is one, else the CPU. Under torchrun each rank gets a GPU of
-    its own. threads = 0 leaves torch's choice. Raises Mistake for a device that is not there."""
+    its own. threads = 0 leaves torch's choice. Raises UserError for a device that is not there."""
     device = ('cuda' if torch.cuda.is_available() else 'cpu') if name == 'auto' else name
     if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', device):
-        raise Mistake(f"device = {name!r}: expected 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'")
+        raise UserError(f"device = {name!r}: expected 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'")
     if threads:
         torch.set_num_threads(threads)
     if device == 'mps' and not torch.backends.mps.is_available():
-        raise Mistake(f'device = {name!r}: this torch finds no Apple GPU: choose --device=cpu')
+        raise UserError(f'device = {name!r}: this torch finds no Apple GPU: choose --device=cpu')
     if not device.startswith('cuda'):
         return device
     if not torch.cuda.is_available():
-        raise Mistake(f'device = {name!r}: this torch finds no CUDA device: choose --device=cpu')
+        raise UserError(f'device = {name!r}: this torch finds no CUDA device: choose --device=cpu')
     index = int(os.environ.get('LOCAL_RANK') or device[5:] or 0)
     count = torch.cuda.device_count()
     if index >= count:
-        raise Mistake(f'device = cuda:{index}: there are {count} CUDA devices')
+        raise UserError(f'device = cuda:{index}: there are {count} CUDA devices')
     return f'cuda:{index}'
+
+
+def bf16_is_fast(device: str | torch.device) -> bool:
+    """Return whether the device multiplies matrices in bfloat16 faster than in float32.
+
+    CPUs with AMX or AVX512-BF16 instructions do; others emulate bfloat16, up to 40 times slower
+    than float32. With ATEN_CPU_CAPABILITY=avx2 in the environment, torch's switch that turns
+    AVX-512 off, a CPU counts as one without them."""
+    if torch.device(device).type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'NO AVX', 'AVX2'):
+        return False
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """Return the dtype of matrix products for a `dtype` setting; 'auto' is bfloat16 if the device
-    is fast at it, else float32. Raises Mistake for any other name."""
+    is fast at it, else float32. Raises UserError for any other name."""
     if name not in ('auto', 'float32', 'bfloat16'):
-        raise Mistake(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
+        raise UserError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
     if name == 'auto':
         name = 'bfloat16' if bf16_is_fast(device) else 'float32'
     return getattr(torch, name)
@@ -324,10 +335,14 @@ def commit() -> str:
     return name.stdout.strip() + ('-dirty' if changed.stdout else '')
 
 
-def mfu(model: torch.nn.Module, tokens_per_s: float, device: str, amp: torch.dtype) -> str:
+def mfu(
+    model: torch.nn.Module, tokens_per_s: float, device: str, compute_dtype: torch.dtype
+) -> str:
     """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
     the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in bf16."""
-    name = device_name(device) if device.startswith('cuda') and amp == torch.bfloat16 else ''
+    name = (
+        device_name(device) if device.startswith('cuda') and compute_dtype == torch.bfloat16 else ''
+    )
     peaks = [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]
     flops = 3 * sum(model.flops_per_token().values()) * tokens_per_s
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -370,11 +385,3 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
-
-
-def need_packages(**wanted: bool) -> None:
-    """Raise Mistake if a package with a true value is not installed: need_packages(wandb=True)."""
-    for name, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(name) is None:
-            advice = f'pip install {name}, or leave it out'
-            raise Mistake(f'{name} is asked for but not installed: {advice}')

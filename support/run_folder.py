@@ -5,7 +5,7 @@ script reads it, and nothing else, to know what a run was.
                        started (command, commit, versions); whether it is finished
     log.jsonl          a line per update, or per log interval
     last.pt, prev.pt   checkpoints to resume from
-    best/              the best model so far, as an export (hub.py)
+    best/              the best model so far, as an export (export.py)
 
 A resumed run has the settings that it was started with. `--key=value` on the command line changes
 those that are not in `fixed`; config files may be given again and change nothing.
@@ -32,12 +32,11 @@ import time
 import zipfile
 from collections.abc import Iterator
 
-from configurator import Mistake, Settings, convert, first_line
+from configurator import Settings, UserError, convert, first_line
 
 import filelock
 import torch
 
-from support.ranks import out_of_memory, print0, warn
 from support.files import (
     Path,
     plain,
@@ -48,6 +47,7 @@ from support.files import (
     write_json,
     write_text,
 )
+from support.ranks import out_of_memory, print0, warn
 
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
@@ -61,11 +61,11 @@ RUN_FILES = (
 # Environment variables that count restarts: of this command by torchrun, of the job by Slurm.
 RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 # Settings of a single call, which a resumed run does not take from its checkpoint.
-OF_A_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
+PER_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
 # A run has found values for these; 'auto' and 0 stand for them when it is resumed.
-FOUND = {'device': 'auto', 'dtype': 'auto', 'threads': 0}
+RESOLVED = {'device': 'auto', 'dtype': 'auto', 'threads': 0}
 # Exceptions that torch.load and load_state_dict raise for damaged or foreign files.
-UNREADABLE = (
+CHECKPOINT_ERRORS = (
     RuntimeError,
     ValueError,
     LookupError,
@@ -108,8 +108,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Return a checkpoint, with its tensors on the CPU. Raises Mistake if it is damaged, OSError if
-    it cannot be read."""
+    """Return a checkpoint, with its tensors on the CPU. Raises UserError if it is damaged, OSError
+    if it cannot be read."""
     try:
         with zipfile.ZipFile(path) as file:  # torch.load does not check the checksums of the zip
             if file.testzip() is not None:
@@ -118,7 +118,7 @@ def load_checkpoint(path: Path) -> dict:
         if not isinstance(saved['config'], dict) or type(saved['step']) is not int:
             raise TypeError('it has no settings, or no step')
         return saved
-    except (OSError, zipfile.BadZipFile, *UNREADABLE) as error:
+    except (OSError, zipfile.BadZipFile, *CHECKPOINT_ERRORS) as error:
         # A file that the system cannot read may be whole. But a damaged one can make zipfile seek
         # to a negative position, which is EINVAL.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
@@ -129,19 +129,19 @@ def load_checkpoint(path: Path) -> dict:
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
             reason = 'holds Python objects, refused because loading them could run code'
-        raise Mistake(f'{path}: {reason}: give another file, or delete it') from None
+        raise UserError(f'{path}: {reason}: give another file, or delete it') from None
 
 
 def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
     """Return the last checkpoint of a run and its path; if it is damaged, print a warning and
-    return the one before it. Raises Mistake if both are damaged, OSError if one cannot be
+    return the one before it. Raises UserError if both are damaged, OSError if one cannot be
     read."""
     paths = [path for name in (LAST, PREV) if (path := pathlib.Path(folder, name)).exists()]
     if not paths:
-        raise Mistake(f'{folder}: holds no trained run, there is no {LAST}')
+        raise UserError(f'{folder}: holds no trained run, there is no {LAST}')
     try:
         return load_checkpoint(paths[0]), paths[0]
-    except Mistake as error:
+    except UserError as error:
         if len(paths) == 1:
             raise
         print0(f'warning: {error}; using {paths[1]}')
@@ -150,23 +150,23 @@ def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
 
 def load_export(folder: Path) -> tuple[dict, pathlib.Path]:
     """Return an export in the form of a checkpoint, with 'config', 'model' and 'step', and the path
-    of its weights. Raises Mistake."""
+    of its weights. Raises UserError."""
     path = pathlib.Path(folder, WEIGHTS)
-    about = read_json(path.with_name(CONFIG))
-    config = {**about.get('settings', {}), **about, **about.get('model', {})}
-    return {'config': config, 'model': read_tensors(path), 'step': about.get('step') or 0}, path
+    metadata = read_json(path.with_name(CONFIG))
+    config = {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
+    return {'config': config, 'model': read_tensors(path), 'step': metadata.get('step') or 0}, path
 
 
 @contextlib.contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Turn the errors of code that restores a checkpoint into a Mistake that names the file."""
+    """Turn the errors of code that restores a checkpoint into a UserError that names the file."""
     try:
         yield
-    except UNREADABLE as error:
-        if isinstance(error, Mistake) or out_of_memory(error):
+    except CHECKPOINT_ERRORS as error:
+        if isinstance(error, UserError) or out_of_memory(error):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
-        raise Mistake(f'{path}: damaged, or from another model ({reason})') from None
+        raise UserError(f'{path}: damaged, or from another model ({reason})') from None
 
 
 # ---- the folder ----
@@ -184,7 +184,7 @@ class RunFolder:
         its checkpoint and set `config` to its settings. Nothing in the folder is changed before
         `start`. fixed: the settings that a resumed run must keep; script: the trainer's file.
 
-        Raises Mistake if the folder is in use, holds a run that is neither resumed nor replaced,
+        Raises UserError if the folder is in use, holds a run that is neither resumed nor replaced,
         holds files that no run wrote, or if the command line changes a fixed setting."""
         self.config = config
         self.path = pathlib.Path(config['out_dir'])
@@ -195,11 +195,11 @@ class RunFolder:
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
         self.command = shlex.join(['python', name, *sys.argv[1:]])
-        self.about = {'script': name, 'command': self.command}
+        self.metadata = {'script': name, 'command': self.command}
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:
-            raise Mistake('--resume and --overwrite exclude each other: choose one')
+            raise UserError('--resume and --overwrite exclude each other: choose one')
         if not config['eval_only']:
             self.check(resume, has_run)
             if self.rank == 0:
@@ -209,32 +209,32 @@ class RunFolder:
         config.show(print0)
 
     def check(self, resume: bool, has_run: bool) -> None:
-        """Raise Mistake if a run must not be started or resumed here."""
+        """Raise UserError if a run must not be started or resumed here."""
         written = [path for name in RUN_FILES for path in self.path.glob(name)]
         replace = 'replace it with --overwrite=True'
         if resume and not has_run:
             advice = f'; {replace}' if written else ''
-            raise Mistake(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
+            raise UserError(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
         if written and not resume and not (self.path / MARK).exists():
             advice = 'choose another out_dir, or move it away'
-            raise Mistake(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
+            raise UserError(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
         if resume:
             return
         if self.config['overwrite']:
             if written and any(int(os.environ.get(name) or 0) for name in RESTARTS):
                 advice = 'use --resume=auto instead'
                 reason = 'after a restart --overwrite=True would delete the run'
-                raise Mistake(f'{self.path}: {reason}: {advice}')
+                raise UserError(f'{self.path}: {reason}: {advice}')
             return
         if has_run:
             advice = f'continue it with --resume=True, or {replace}'
-            raise Mistake(f'{self.path}: holds a run already: {advice}')
+            raise UserError(f'{self.path}: holds a run already: {advice}')
         # 'auto' replaces a run killed before its first checkpoint, but never a finished run.
         if is_finished(self.path) or (log_of(self.path) and self.config['resume'] is False):
-            raise Mistake(f'{self.path}: holds a run without a checkpoint: {replace}')
+            raise UserError(f'{self.path}: holds a run without a checkpoint: {replace}')
 
     def lock(self) -> None:
-        """Lock the folder until this process ends. Raises Mistake if another process has it."""
+        """Lock the folder until this process ends. Raises UserError if another process has it."""
         mark = self.path / MARK
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -245,36 +245,36 @@ class RunFolder:
             text = mark.read_text(errors='replace') if mark.exists() else 'it has just started'
             holder = text[:200].strip()
             advice = 'wait for its end, stop it, or choose another out_dir'
-            raise Mistake(f'{self.path}: another run is using it ({holder}): {advice}') from None
+            raise UserError(f'{self.path}: another run is using it ({holder}): {advice}') from None
         except OSError as error:
             reason = 'it is a file' if self.path.is_file() else error.strerror
-            raise Mistake(f'{self.path}: cannot be the folder of a run: {reason}') from None
+            raise UserError(f'{self.path}: cannot be the folder of a run: {reason}') from None
 
     def load(self, fixed: tuple) -> None:
         """Load the checkpoint and take its settings, except those that the command line changes.
-        Print what is changed. Raises Mistake if a fixed setting is changed."""
+        Print what is changed. Raises UserError if a fixed setting is changed."""
         config = self.config
         is_export = (self.path / WEIGHTS).exists()
         self.saved, path = load_export(self.path) if is_export else load_last(self.path)
         self.path_of_saved = path
         if path.name == PREV:
             self.keep = None  # the last checkpoint is damaged
-        before, about = self.saved['config'], self.saved.get('about', {})
-        if not is_export and about.get('script') != self.about['script']:
+        before, metadata = self.saved['config'], self.saved.get('metadata', {})
+        if not is_export and metadata.get('script') != self.metadata['script']:
             if not set(fixed) <= before.keys():
-                raise Mistake(f'{path}: was written by {about.get("script")}, another trainer')
+                raise UserError(f'{path}: was written by {metadata.get("script")}, another trainer')
         changes = {}
-        for name in [name for name in config if name not in OF_A_CALL]:
+        for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
             old = tuple(old) if isinstance(old, list) else old  # from JSON
             given = config.from_command_line.get(name, old)
-            given = old if given == FOUND.get(name) else given
+            given = old if given == RESOLVED.get(name) else given
             from_file = config.from_files.get(name, old)
             # A file may be given again; another one, with other values, must not pass unnoticed.
             is_another = from_file not in (old, self.saved.get('from_files', {}).get(name))
             if name in fixed and (given != old or is_another):
                 advice = 'a resumed run keeps it: leave it out, or give another out_dir'
-                raise Mistake(f'{path}: was trained with {name} = {old!r}: {advice}')
+                raise UserError(f'{path}: was trained with {name} = {old!r}: {advice}')
             if is_another and name not in config.from_command_line:
                 print0(f'{name} = {from_file!r} in the config file is not used: it stays {old!r}')
             if given != old:
@@ -287,12 +287,12 @@ class RunFolder:
         self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
         self.finished = is_finished(self.path)
         self.changes = changes
-        self.about = {**self.about, **about}  # how the run was started
+        self.metadata = {**self.metadata, **metadata}  # how the run was started
 
-    def start(self, **about: object) -> None:
-        """Write config.json, with `about` the machine; remove the run that is replaced, or the log
-        lines after the step at which a run resumes; open the trackers. config.json has the machine
-        of the first start, and a list of all starts."""
+    def start(self, **metadata: object) -> None:
+        """Write config.json, with `metadata` the machine; remove the run that is replaced, or the
+        log lines after the step at which a run resumes; open the trackers. config.json has the
+        machine of the first start, and a list of all starts."""
         if self.rank > 0:
             return
         remove_temporary(self.path)
@@ -301,16 +301,16 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         lines = [f'{json.dumps(record)}\n' for record in self.records]
         write_text(''.join(lines), self.path / 'log.jsonl')
-        this = {'step': self.step, 'command': self.command, **about, 'changes': self.changes}
-        starts = [*self.about.get('starts', []), this]
-        self.about = {**about, **self.about, 'starts': starts}
+        this = {'step': self.step, 'command': self.command, **metadata, 'changes': self.changes}
+        starts = [*self.metadata.get('starts', []), this]
+        self.metadata = {**metadata, **self.metadata, 'starts': starts}
         first_step = self.step + 1 if self.records else None
-        self.trackers = open_trackers(self.config, self.about, first_step)
+        self.trackers = open_trackers(self.config, self.metadata, first_step)
         self.write_config()
 
     def write_config(self, **more: object) -> None:
         """Write config.json."""
-        write_json({**self.config, **self.about, **more}, self.path / CONFIG)
+        write_json({**self.config, **self.metadata, **more}, self.path / CONFIG)
 
     def log(self, record: dict) -> None:
         """Append a line to log.jsonl, and pass it to the trackers."""
@@ -335,7 +335,7 @@ class RunFolder:
         if self.rank > 0:
             return
         config = self.config
-        saved = {'config': dict(config), 'from_files': config.from_files, 'about': self.about}
+        saved = {'config': dict(config), 'from_files': config.from_files, 'metadata': self.metadata}
 
         def write(file):
             try:
@@ -349,14 +349,14 @@ class RunFolder:
         write_atomic(self.path / LAST, write, self.keep)
         self.keep = PREV
 
-    def save_best(self, model: torch.nn.Module, **about: object) -> None:
-        """Save the model in best/. about: what its config.json tells besides the model's sizes,
+    def save_best(self, model: torch.nn.Module, **metadata: object) -> None:
+        """Save the model in best/. metadata: what its config.json tells besides the model's sizes,
         such as the step and the score."""
         if self.rank == 0:
-            settings = {'settings': dict(self.config), 'command': self.about['command']}
+            settings = {'settings': dict(self.config), 'command': self.metadata['command']}
             try:
-                model.save_pretrained(self.path / BEST, config={**about, **settings})
-            except Mistake as error:  # a file that somebody else put there must not end a run
+                model.save_pretrained(self.path / BEST, config={**metadata, **settings})
+            except UserError as error:  # a file that somebody else put there must not end a run
                 warn(f'best/ keeps the earlier model, if any: {error}')
 
     def finish(self, is_finished: bool) -> None:
@@ -377,16 +377,16 @@ class RunFolder:
 # ---- trackers ----
 
 
-def open_trackers(config: dict, about: dict, first_step: int | None) -> dict[str, tuple]:
+def open_trackers(config: dict, metadata: dict, first_step: int | None) -> dict[str, tuple]:
     """Return {name: (write(record), close())} for TensorBoard and Weights & Biases, where settings
     ask for them. Both get the settings, and the numbers of each record. first_step: of a resumed
     run; TensorBoard hides what it wrote before from there on. The id of a run of Weights & Biases
-    is kept in `about`. A tracker that cannot be opened is left out, with a warning."""
+    is kept in `metadata`. A tracker that cannot be opened is left out, with a warning."""
     openers = {'tensorboard': open_tensorboard, 'wandb': open_wandb}
     trackers = {}
     for name in [name for name in openers if config[name]]:
         try:
-            trackers[name] = openers[name](config, about, first_step)
+            trackers[name] = openers[name](config, metadata, first_step)
         except Exception as error:  # noqa: BLE001  a tracker must never end a run
             warn(f'{name} is switched off: {first_line(error)}')
     return trackers
@@ -397,7 +397,7 @@ def numbers_in(record: dict) -> dict[str, float]:
     return {name: x for name, x in record.items() if isinstance(x, (int, float))}
 
 
-def open_tensorboard(config: dict, about: dict, first_step: int | None) -> tuple:
+def open_tensorboard(config: dict, metadata: dict, first_step: int | None) -> tuple:
     """Return write(record) and close() for TensorBoard files in the run's folder."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -411,7 +411,7 @@ def open_tensorboard(config: dict, about: dict, first_step: int | None) -> tuple
     return write, board.close
 
 
-def open_wandb(config: dict, about: dict, first_step: int | None) -> tuple:
+def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
     """Return write(record) and close() for a run of Weights & Biases, which a resumed run goes on
     with."""
     import wandb
@@ -421,10 +421,10 @@ def open_wandb(config: dict, about: dict, first_step: int | None) -> tuple:
         'name': config['out_dir'],
         'config': dict(config),
     }
-    if first_step is not None and 'wandb_id' in about:
-        options |= {'id': about['wandb_id'], 'resume': 'allow'}
+    if first_step is not None and 'wandb_id' in metadata:
+        options |= {'id': metadata['wandb_id'], 'resume': 'allow'}
     run = wandb.init(dir=config['out_dir'], **options)
-    about['wandb_id'] = run.id
+    metadata['wandb_id'] = run.id
 
     def write(record: dict) -> None:
         run.log(numbers_in(record), step=record['step'])

@@ -11,14 +11,14 @@ Shapes: B rows, T tokens per chunk, R rows per micro-batch.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from configurator import Mistake
+from configurator import UserError
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.ranks import every, out_of_memory, print0, run_compiled
 from support.compiling import fused, graphed
+from support.ranks import Throttle, out_of_memory, print0, run_compiled
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -46,24 +46,24 @@ class Stream:
         T: int,
         rows: int = 0,
         *,
-        amp: torch.dtype = torch.float32,
+        compute_dtype: torch.dtype = torch.float32,
         carries: bool = True,
         may_shrink: bool = False,
         graphs: dict | None = None,
     ):
-        """rows: R, a divisor of B; 0 = the most, of which `choose_rows` finds those that fit. amp:
-        dtype of matrix products; may_shrink: whether B may be reduced to R, for texts that are
-        scored; graphs: a dict for CUDA graphs, None = run eagerly."""
+        """rows: R, a divisor of B; 0 = the most, of which `choose_rows` finds those that fit.
+        compute_dtype: dtype of matrix products; may_shrink: whether B may be reduced to R, for
+        texts that are scored; graphs: a dict for CUDA graphs, None = run eagerly."""
         self.model, self.B, self.T, self.graphs = model, B, T, graphs
         self.device = model.head.device
         self.carries, self.may_shrink = carries, may_shrink
-        self.amp = nullcontext()
-        if amp != torch.float32:
-            self.amp = torch.autocast(self.device.type, amp)
+        self.autocast = nullcontext()
+        if compute_dtype != torch.float32:
+            self.autocast = torch.autocast(self.device.type, compute_dtype)
         self.dims = model.stream_dims if carries else ()  # the row dimension of each state tensor
         self.state = ()
-        wide = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has no float64
-        self.sums = torch.zeros(2, dtype=wide, device=self.device)  # of `score`
+        sums_dtype = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has none
+        self.sums = torch.zeros(2, dtype=sums_dtype, device=self.device)  # of `score`
         most = most_rows(B, T, self.device)
         self.set_rows(rows or (most if may_shrink else divisor(B, most)))
 
@@ -75,7 +75,7 @@ class Stream:
         if self.may_shrink:
             self.B, self.state = rows, ()
         self.x, self.y = torch.zeros(2, rows, self.T, dtype=torch.int64, device=self.device)
-        with self.amp:  # keys and values of the state take its dtype
+        with self.autocast:  # keys and values of the state take its dtype
             if self.carries and not self.state:
                 self.state = self.model.init_state(self.B)
             self.part = self.state
@@ -111,7 +111,7 @@ class Stream:
                 torch._foreach_copy_(list(self.part), whole)
             self.x.copy_(part_x, non_blocking=True)
             self.y.copy_(part_y, non_blocking=True)
-            graphs = self.graphs if self.model.captures(self.part, self.T) else None
+            graphs = self.graphs if self.model.fits_one_graph(self.part, self.T) else None
             graphed(graphs, name, chunk, self.x, self.y, self.part)
             if copies:
                 torch._foreach_copy_(whole, list(self.part))
@@ -127,7 +127,7 @@ class Stream:
         """Return the function of a micro-batch that `backward` calls."""
 
         def chunk(x: Tensor, y: Tensor, state: tuple) -> None:
-            with self.amp:
+            with self.autocast:
                 result, new = self.model(x, y, state or None)
             (result.objective * weight).backward()
             loss.add_(result.cross_entropy * weight)
@@ -141,7 +141,7 @@ class Stream:
         (N, n) each, read from an empty state, B texts at a time. Neither B nor T changes the
         result. report: prints a line of progress."""
         self.sums.zero_()
-        is_due = every()
+        is_due = Throttle()
         for first in range(0, len(x), self.B):
             self.reset()
             for t in range(0, x.size(1), self.T):
@@ -153,7 +153,7 @@ class Stream:
 
     def score_chunk(self, x: Tensor, y: Tensor, state: tuple) -> None:
         """Add the summed loss and the number of tokens of a micro-batch to `sums`."""
-        with torch.no_grad(), self.amp:
+        with torch.no_grad(), self.autocast:
             result, new = self.model(x, y, state)
         self.sums[0].add_(result.cross_entropy.to(self.sums.dtype) * x.numel())
         self.sums[1].add_(x.numel())
@@ -162,9 +162,9 @@ class Stream:
     @torch.no_grad()
     def read(self, x: Tensor, report: Callable[[str], None] = print0) -> None:
         """Advance the state over tokens x (B, n) without a loss."""
-        is_due = every()
+        is_due = Throttle()
         for t in range(0, x.size(1), self.T):
-            with self.amp:
+            with self.autocast:
                 _, new = self.model.core(x[:, t : t + self.T], self.state)
             replace(self.state, new)
             if is_due():
@@ -177,7 +177,7 @@ class Stream:
         rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
         spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
-        Mistake if the rows that the user has chosen, or even a single row, do not fit."""
+        UserError if the rows that the user has chosen, or even a single row, do not fit."""
         while True:
             was_compiled = fused.enabled
             fits = self.runs_in_memory(chunk, spare)
@@ -201,7 +201,7 @@ class Stream:
                 advice = 'choose a smaller model or block_size, or a device with more memory'
                 if fixed:
                     advice = '--batch_size=0 finds the most that fit'
-                raise Mistake(f'{tried} of {self.T} tokens does not fit in memory: {advice}')
+                raise UserError(f'{tried} of {self.T} tokens does not fit in memory: {advice}')
             half = max(1, self.rows // 2)
             self.set_rows(half if self.may_shrink else divisor(self.B, half))
 

@@ -1,8 +1,8 @@
 """An independent reference of the language models, in float64, token by token and expert by expert.
 
-It reads a model's parameters and uses none of the functions of model.py or layer.py. All keys and
+It reads a model's parameters and uses none of the functions of model.py or model.py. All keys and
 values of a stream are kept, positions are absolute, and the window is a mask. Every mode (plain,
-fast, compiled, recomputed blocks, CUDA graphs, Triton forms, the decoder) is compared with it.
+fast, compiled, recomputed blocks, CUDA graphs, Triton overrides, the decoder) is compared with it.
 
 After the equations come small random models, and comparisons with tolerances.
 """

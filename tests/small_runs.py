@@ -4,16 +4,17 @@ import json
 import sys
 from pathlib import Path
 
+from configurator import UserError, configure, run_script
+
 import numpy as np
 import pytest
 import torch
+from processes import start
 from torch.utils._pytree import tree_flatten_with_path
 
 import data_fineweb
 import train_lm
 import train_sokoban
-from configurator import Mistake, configure, run_script
-from processes import start
 
 LM = {
     'tokenizer': 'bytes',
@@ -58,7 +59,7 @@ AGENT = {
 }
 # Log entries that two equal runs need not share.
 TIMINGS = {'val_seconds', 'ms', 'tokens_per_s', 'env_steps_per_s', 'logged_seconds', 'seconds'}
-TIMINGS |= {'config', 'about'}
+TIMINGS |= {'config', 'metadata'}
 
 
 # ---- language models ----
@@ -140,8 +141,8 @@ def error_of(capfd, script, arguments):
 
 
 def assert_refused(message, function, *args, **options):
-    """Assert that the call raises a Mistake of one line that matches the message."""
-    with pytest.raises(Mistake, match=message) as refusal:
+    """Assert that the call raises a UserError of one line that matches the message."""
+    with pytest.raises(UserError, match=message) as refusal:
         function(*args, **options)
     assert '\n' not in str(refusal.value)
 

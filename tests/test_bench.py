@@ -3,6 +3,8 @@
 import json
 import sys
 
+from configurator import UserError, configure
+
 import pytest
 import torch
 from processes import run_ranks
@@ -10,7 +12,6 @@ from small_runs import assert_refused
 
 import bench
 from bench import Cell
-from configurator import Mistake, configure
 
 SMALL = '--shapes=(1,2), --contexts=4, --tokens_per_update=32 --n_embd=128 --streams=2'.split()
 SMALL += '--vocab_size=64 --rounds=2 --seconds=0.001 --device=cpu --threads=1'.split()
@@ -104,7 +105,7 @@ def no_memory():
 
 
 def too_large():
-    raise Mistake('one row of 2048 tokens does not fit in memory: choose a smaller model')
+    raise UserError('one row of 2048 tokens does not fit in memory: choose a smaller model')
 
 
 def no_compiler():

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 
+from configurator import Script, UserError, configure, run_script
+
 import pytest
 from processes import ROOT
 from small_runs import assert_refused
 
-from configurator import Mistake, Script, configure, run_script
 from support.files import write_text
 
 SCRIPT = '''"""Trains a toy."""
@@ -166,7 +167,7 @@ def test_a_shipped_config_file_is_accepted_by_a_script(config):
     def accepts(script):
         try:
             return script.read_config(config)
-        except Mistake:
+        except UserError:
             return False
 
     assert any(map(accepts, SCRIPTS))
@@ -190,7 +191,7 @@ def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path, monkeypatch)
 
 ENDS = [  # what main() raises, exit status, what is printed
     (KeyboardInterrupt(), 130, '\ninterrupted\n'),
-    (Mistake('a: is\nwrong'), 2, 'error: a: is wrong\n'),
+    (UserError('a: is\nwrong'), 2, 'error: a: is wrong\n'),
     (OSError(28, 'No space left', 'a.bin'), 2, 'error: a.bin: No space left\n'),
     (MemoryError(), 2, 'error: less of it\n'),
 ]

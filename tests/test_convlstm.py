@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from small_runs import assert_refused
 from torch.utils._pytree import tree_map
 
-from support import compiling as graphs
 from convlstm import AgentConfig, ConvGLU, build_agent, load_agent, normal
+from support import compiling
 
 EPS = 1e-6
 both_kinds = pytest.mark.parametrize('recurrent', [True, False])
@@ -203,10 +203,10 @@ def test_fused_functions_change_nothing(arch, recurrent, L, E, settings, request
     if not request.config.getoption('--long'):
         options = {'backend': 'aot_eager', 'fullgraph': True, 'dynamic': False}
         trace = functools.cache(lambda f: torch.compile(f, **options))
-        monkeypatch.setattr(graphs, 'compiled', trace)
+        monkeypatch.setattr(compiling, 'compiled', trace)
     agent = make(arch, recurrent, L, E, **settings)
     eager = unroll(agent)
-    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setattr(compiling.fused, 'enabled', True)
     assert_close(unroll(agent), eager)
 
 

@@ -9,6 +9,8 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from configurator import Script, configure
+
 import filelock
 import huggingface_hub
 import numpy as np
@@ -17,9 +19,8 @@ from processes import ROOT
 from small_runs import assert_refused, error_of
 
 import data_fineweb as df
-from support import text
-from configurator import Script, configure
 from support.loader import Loader, find_shards, load_val, read_meta, read_shard
+from tokenizer import TOKENIZERS, VOCAB, Vocabulary
 
 DEFAULTS = Script(df.__file__).defaults | {'tokenizer': 'bytes'}
 
@@ -46,7 +47,7 @@ def prepare(folder, **changes):
     df.make_shards(config)
     name = config['tokenizer']
     paths = [path for split in ('val', 'train') for path in find_shards(folder, split, name)]
-    return np.concatenate([read_shard(path, text.VOCAB[name]) for path in paths])
+    return np.concatenate([read_shard(path, VOCAB[name]) for path in paths])
 
 
 def prepare_until_killed(monkeypatch, writes, folder, **settings):
@@ -161,7 +162,7 @@ def test_the_validation_shard_of_few_documents_is_from_all_of_the_text(
 
 def test_twenty_documents_stay_whole_in_order_or_shuffled(tmp_path, monkeypatch):
     """Each file is read in pieces, which stay together."""
-    monkeypatch.setattr(text, 'PART', 12_000)
+    monkeypatch.setattr('data_fineweb.PART', 12_000)
     documents = [f'{k} word' * 4000 for k in range(20)]
     for k, document in enumerate(documents):
         (tmp_path / f'{k:02}.txt').write_text(document)
@@ -178,8 +179,8 @@ def test_a_tokenizer_of_more_than_65536_ids_gives_shards_of_uint32(sources, tmp_
     def load():
         return lambda text: [90_000 + ord(letter) for letter in text], []
 
-    monkeypatch.setitem(text.TOKENIZERS, 'wide', text.Vocabulary(100_096, 100_000, 4.0, load))
-    monkeypatch.setitem(text.VOCAB, 'wide', 100_096)
+    monkeypatch.setitem(TOKENIZERS, 'wide', Vocabulary(100_096, 100_000, 4.0, load))
+    monkeypatch.setitem(VOCAB, 'wide', 100_096)
     tokens = prepare(tmp_path / 'd', **sources['text'], tokenizer='wide')
     expected = stream_of(DOCUMENTS) + 90_000
     expected[expected == 90_255] = 100_000
@@ -217,7 +218,7 @@ def test_a_null_text_is_named_or_left_out_with_a_count(tmp_path, capsys, monkeyp
 
 
 def test_a_long_file_that_is_not_utf_8_is_left_out_whole(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(text, 'PART', 1000)
+    monkeypatch.setattr('data_fineweb.PART', 1000)
     for k, document in enumerate(DOCUMENTS):
         (tmp_path / f'{k:03}.txt').write_text(document)
     (tmp_path / '050x.txt').write_bytes(b'word ' * 10_000 + b'\xe9')
@@ -363,8 +364,8 @@ def test_the_printed_command_trains_on_what_was_prepared(
     c = configure({'__file__': ROOT / script}, [f'{ROOT}/{config}', *flags], quiet=True)
     assert c['data_dir'] == f'data/{source}_{name}' and c['tokenizer'] == name
     train, val = (find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
-    Loader(train, c['tokens_per_step'] // c['block_size'], c['block_size'], text.VOCAB[name], True)
-    load_val(val, c['val_tokens'], c['val_streams'], text.VOCAB[name])
+    Loader(train, c['tokens_per_step'] // c['block_size'], c['block_size'], VOCAB[name], True)
+    load_val(val, c['val_tokens'], c['val_streams'], VOCAB[name])
 
 
 def test_the_paper_is_proposed_for_as_much_text_as_it_needs():

@@ -10,6 +10,8 @@ import re
 import signal
 import sys
 
+from configurator import run_script
+
 import pytest
 import reference
 import torch
@@ -18,10 +20,9 @@ from reference import V, assert_close, assert_same_state, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sample
-from configurator import run_script
 from decode import Decoder
 from model import GPT, RecurrentGPT, State
-from support.text import get_tokenizer
+from tokenizer import get_tokenizer
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 on_gpu = [
@@ -103,13 +104,14 @@ def test_a_step_does_not_wait_for_the_device():
 @devices
 @both_models
 def test_errors_in_bf16_are_small(model_type, device):
-    """The measured error is 0.009, as that of the model under autocast. A GPU uses Triton forms."""
+    """The measured error is 0.009, as that of the model under autocast. A GPU uses Triton
+    overrides."""
     model, x = make(model_type, torch.float32), tokens(4, 19)
     expected = expected_logits(reference.exact(model), x)
-    decoder = Decoder(model.to(device), 4, amp=torch.bfloat16)
+    decoder = Decoder(model.to(device), 4, compute_dtype=torch.bfloat16)
     if device == 'cuda':
         pytest.importorskip('kernels')  # registers the forms
-        model.forms = frozenset({'attention', 'experts'})
+        model.overrides = frozenset({'attention', 'experts'})
     for token in x.T:
         decoder.step(token)
     error = (decoder.logits.cpu() - expected[:, -1]).norm() / expected[:, -1].norm()
@@ -133,7 +135,7 @@ def test_with_triton_forms_it_equals_the_reference(model_type, changes):
     """Three streams start with an empty, a half full and a full window."""
     pytest.importorskip('kernels')  # registers the forms
     model = make(model_type, torch.float32, n_layer=1, n_expert=2, **changes)
-    model.forms = frozenset({'attention', 'experts'})
+    model.overrides = frozenset({'attention', 'experts'})
     decoder = Decoder(model, 3)
     exact, W = reference.exact(model), model.config.window
     _, state = exact(tokens(3, W + 1), state=exact.init_state(3))

@@ -1,82 +1,181 @@
-"""Test sample.py --export and what sample.py refuses."""
+"""Test export.py: models are saved, published and loaded in the Hugging Face Hub's format,
+offline."""
 
+import errno
 import json
 import os
 import shutil
+import types
 
+import huggingface_hub
 import pytest
+import safetensors.torch
 import torch
 from processes import ROOT
-from safetensors.torch import load_file
-from small_runs import error_of
+from small_runs import assert_equal, assert_refused
 
-import sample
-from configurator import configure
-from support.run_folder import load_checkpoint
+from convlstm import Agent, AgentConfig, build_agent
+from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
+from support import export
+from support.run_folder import CONFIG, WEIGHTS
+
+FILES = ['README.md', 'config.json', 'model.safetensors']
+SIZES = {'vocab_size': 256, 'n_expert': 2, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}
+
+
+def make_language_model(recurrent=True):
+    """Return a small model with random weights everywhere; the head's are zero by default."""
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(**SIZES), recurrent).requires_grad_(False)
+    for p in model.parameters():
+        p.normal_()
+    return model
+
+
+def make_agent(recurrent=True):
+    torch.manual_seed(0)
+    return build_agent(AgentConfig('convglu', recurrent, n_embd=8, head_dim=8))
 
 
 @pytest.mark.parametrize(
-    'name, which, dtype', [('recurrent', 'best', 'float32'), ('nonrecurrent', 'last', 'bfloat16')]
+    'make, base_class', [(make_language_model, LanguageModel), (make_agent, Agent)]
 )
-def test_an_export_holds_the_trained_model_and_how_it_was_trained(
-    trained, tmp_path, name, which, dtype
-):
-    """Only the best model has the best validation loss; the last has equal weights here."""
-    arguments = {'out_dir': trained / name, 'which': which, 'dtype': dtype, 'export': tmp_path}
-    configure(vars(sample), [f'--{key}={x}' for key, x in arguments.items()], quiet=True)
-    sample.export_model()
-    assert sorted(os.listdir(tmp_path)) == ['README.md', 'config.json', 'model.safetensors']
-    about = json.loads((tmp_path / 'config.json').read_text())
-    assert about['step'] == 4 and about['settings']['n_embd'] == 32
-    assert 'train_lm.py' in about['command'] and about['tokenizer'] == 'bytes'
-    assert ('best_val_loss' in about) == (which == 'best')
-    assert ('Score: not recorded' in (tmp_path / 'README.md').read_text()) == (which == 'last')
-    weights = load_file(tmp_path / 'model.safetensors')
-    model = sample.load_model(str(tmp_path), 'best')
-    assert model.recurrent == (name == 'recurrent')
-    lone = tmp_path / 'lone' / 'last.pt'  # a copy of the checkpoint alone
-    lone.parent.mkdir()
-    shutil.copy(trained / name / 'last.pt', lone)
-    assert sample.load_model(str(lone.parent), which).recurrent == model.recurrent
-    for key, weight in load_checkpoint(trained / name / 'last.pt')['model'].items():
-        assert torch.equal(weights[key], weight.to(getattr(torch, dtype)))
-        assert torch.equal(model.state_dict()[key], weights[key].float())
+@pytest.mark.parametrize('recurrent', [True, False])
+def test_a_saved_model_is_loaded_equal(tmp_path, make, base_class, recurrent):
+    """The base class and the class of the model load it, in evaluation mode."""
+    model = make(recurrent)
+    model.save_pretrained(tmp_path, config={'step': 7})
+    assert sorted(os.listdir(tmp_path)) == FILES
+    for loader in (base_class, type(model)):
+        loaded = loader.from_pretrained(tmp_path)
+        assert type(loaded) is type(model) and loaded.config == model.config
+        assert_equal(loaded.state_dict(), model.state_dict())
+        assert loaded.metadata['step'] == 7 and not loaded.training
 
 
-MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
-    ('--export=other', 'holds files that no such export wrote'),
-    ('--out_dir={0}/lstm', 'holds an LSTM, which can be scored and exported, not sampled'),
-    ('--out_dir={1}/pretrained/sokoban', 'damaged, or from another model'),
-    ('--out_dir=other', 'other: holds no trained run'),
-    ('--export=x --interactive', 'exclude each other'),
-    ('--score=none.txt', 'none.txt: No such file or directory'),
-    ('--score=other/a.txt', 'there is no text in it'),
+def test_agents_saved_before_a_size_was_added_load(tmp_path):
+    """A new field of AgentConfig has its default, here as if `radius` and others were new."""
+    make_agent().save_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_text('{"arch": "convglu", "n_embd": 8, "head_dim": 8}')
+    assert Agent.from_pretrained(tmp_path).config == make_agent().config
+
+
+def test_a_loaded_model_keeps_its_entries_until_its_weights_change(tmp_path):
+    """Those that rebuild it stay, and rounding to bfloat16 is no change."""
+    about_run = {'step': 7, 'score': '1.25', 'tokenizer': 'bytes'}
+    make_language_model().save_pretrained(tmp_path, config=about_run)
+    model = LanguageModel.from_pretrained(tmp_path).bfloat16()
+    model.save_pretrained(tmp_path)
+    assert about_run.items() <= json.loads((tmp_path / CONFIG).read_text()).items()
+    model.head.data.mul_(1.1)
+    model.save_pretrained(tmp_path, config={'best': 1})
+    metadata = json.loads((tmp_path / CONFIG).read_text())
+    assert metadata.keys() == {'recurrent', 'tokenizer', 'model', 'best'}
+    assert metadata['tokenizer'] == 'bytes'
+
+
+@pytest.mark.parametrize('name, model_class', [('lm', RecurrentGPT), ('lm_nonrecurrent', GPT)])
+def test_the_shipped_language_models_know_a_phrase_of_the_speeches(name, model_class):
+    """A uniform guess loses 5.5 nats per byte."""
+    model = model_class.from_pretrained(ROOT / 'pretrained' / name)
+    idx = torch.tensor([list(b'Fellow citizens of the Senate and of the House of Representat')])
+    logits, _ = model(idx[:, :-1], state=model.init_state(1))  # (1, T, V)
+    assert torch.nn.functional.cross_entropy(logits[0, 20:], idx[0, 21:]) < 1
+
+
+def test_a_pushed_model_is_loaded_by_the_name_of_its_repository(tmp_path, monkeypatch):
+    """push_to_hub uploads the three files and writes a card that says what was trained and how."""
+
+    def create_repo(self, repo_id, **options):
+        return types.SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        shutil.copytree(folder_path, tmp_path / repo_id)
+
+    def snapshot_download(repo_id, *, revision, **options):
+        assert revision == 'v1'
+        return str(tmp_path / repo_id)
+
+    def hf_hub_download(repo_id, filename, **options):
+        return str(tmp_path / repo_id / filename)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, 'create_repo', create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'upload_folder', upload_folder)
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
+    monkeypatch.setattr(huggingface_hub.hub_mixin, 'hf_hub_download', hf_hub_download)
+    model = make_language_model()
+    about_run = {'tokenizer': 'bytes', 'score': '1.25 nats', 'step': 7, 'command': 'python a.py'}
+    model.push_to_hub('owner/name', config=about_run)
+    assert sorted(os.listdir(tmp_path / 'owner' / 'name')) == FILES
+    card = (tmp_path / 'owner' / 'name' / 'README.md').read_text()
+    for part in ('license: mit', '7 updates', 'python a.py', '1.25 nats', '| n_expert | 2 |'):
+        assert part in card
+    loaded = LanguageModel.from_pretrained('owner/name', revision='v1')
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+NAN = safetensors.torch.save({'head': torch.tensor(torch.nan)})
+DAMAGES = [  # file, content, message
+    (CONFIG, b'{', 'config.json: '),
+    (CONFIG, b'{"model": {"n_layer": 0}, "recurrent": true}', 'config.json: .*n_layer'),
+    (CONFIG, b'{"model": {"z_loss": 0.1}}', 'config.json: .*unexpected .* .z_loss'),
+    (CONFIG, b'{"model": {"vocab_size": 9}, "recurrent": true}', 'model.safetensors: .*mismatch'),
+    (WEIGHTS, b'x' * 100, 'model.safetensors: '),
+    (WEIGHTS, NAN, 'model.safetensors: .*head holds NaN'),
 ]
 
 
-@pytest.mark.parametrize('arguments, message', MISTAKES)
-def test_mistakes_are_refused_in_one_line_and_change_no_file(
-    trained, tmp_path, monkeypatch, capfd, arguments, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'other').mkdir()
-    (tmp_path / 'other' / 'a.txt').touch()
-    argv = [f'--out_dir={trained}/recurrent', *arguments.format(trained, ROOT).split()]
-    assert message in error_of(capfd, sample, argv)
-    assert os.listdir() == ['other'] and os.listdir('other') == ['a.txt']
+def test_a_damaged_file_is_named_in_one_line(tmp_path):
+    make_language_model().save_pretrained(tmp_path)
+    for name, content, message in DAMAGES:
+        saved = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        assert_refused(message, LanguageModel.load_trained, tmp_path)
+        (tmp_path / name).write_bytes(saved)
 
 
-def test_a_damaged_checkpoint_is_refused_by_file_and_part(trained, tmp_path, capfd):
-    shutil.copytree(trained / 'recurrent', tmp_path / 'run')
-    path = tmp_path / 'run' / 'last.pt'
-    saved = load_checkpoint(path)
-    for damage, name, message in (
-        ({'model': {}}, path, 'Missing key'),
-        ({'entries': None}, path, 'damaged, or from another model'),
-        ({'entries': saved['entries'] | {'tokenizer': 'gpt2'}}, path.parent, "'gpt2' does not fit"),
-    ):
-        torch.save(saved | damage, path)
-        argv = [f'--out_dir={path.parent}', '--which=last', f'--export={tmp_path}/export']
-        error = error_of(capfd, sample, argv)
-        assert f'{name}: ' in error and message in error
-    assert not (tmp_path / 'export').exists()
+def test_files_of_others_are_kept(tmp_path):
+    """They look like files of an evaluation, and of a killed process."""
+    for name in ('eval_results.csv', '.a.tmp', '.model.0f0f0f0f.tmp'):
+        (tmp_path / name).write_text('kept')
+    message = 'holds files that no such export wrote'
+    assert_refused(message, make_language_model().save_pretrained, tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == 3 * ['kept']
+
+
+def test_the_model_of_another_class_and_an_unknown_option_are_refused(tmp_path):
+    make_language_model().save_pretrained(tmp_path)
+    message = 'holds files that no such export wrote'
+    assert_refused(message, make_agent().save_pretrained, tmp_path)
+    assert_refused('config.json: .* a RecurrentGPT, not a GPT', GPT.from_pretrained, tmp_path)
+    with pytest.raises(TypeError, match='which'):
+        LanguageModel.from_pretrained(tmp_path, which='last')
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_saved_and_loaded(tmp_path):
+    """Both names are in the file, so that any model can take them; loading keeps the tie."""
+    model, loaded = make_language_model(), make_language_model()
+    for tied in (model, loaded):
+        tied.head = tied.embedding
+    model.embedding.mul_(2)
+    model.save_pretrained(tmp_path)
+    export.load_weights(loaded, safetensors.torch.load_file(tmp_path / WEIGHTS), tmp_path)
+    assert_equal(loaded.state_dict(), model.state_dict())
+    assert loaded.tied
+
+
+def test_a_save_that_fails_leaves_the_earlier_model_and_can_be_repeated(tmp_path, monkeypatch):
+    def write_tensors(tensors, path):
+        path.touch()  # so that the new folder is as after a kill
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    model, other = make_language_model(), make_language_model(recurrent=False)
+    model.save_pretrained(tmp_path / 'old')
+    for folder in (tmp_path / 'old', tmp_path / 'new'):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match='No space left'):
+            patch.setattr(export, 'write_tensors', write_tensors)
+            other.save_pretrained(folder)
+    model.save_pretrained(tmp_path / 'new')
+    for name in ('old', 'new'):
+        loaded = LanguageModel.from_pretrained(tmp_path / name)
+        assert_equal(loaded.state_dict(), model.state_dict())

@@ -14,7 +14,7 @@ from small_runs import assert_refused
 
 from paper import figures
 from paper.figures import runs
-from paper.studies import depth, depth_agents, initial_scale, recompute
+from paper.studies import depth, depth_agents, initial_scale, tables
 
 SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 
@@ -225,8 +225,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
 def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, capsys):
     """What stands in README.md and in results/README.md, some of every study."""
     drawn = []
-    monkeypatch.setattr(recompute, 'save_figure', lambda figure, path: drawn.append(path.stem))
-    recompute.main()
+    monkeypatch.setattr(tables, 'save_figure', lambda figure, path: drawn.append(path.stem))
+    tables.main()
     printed = ' '.join(capsys.readouterr().out.split())
     for line in (
         'mean 1.1147 1.1039 1.1050 1.1077 1.1521 1.1387 1.1341 1.1376',

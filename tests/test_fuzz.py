@@ -7,19 +7,20 @@ import math
 import os
 from pathlib import Path
 
+from configurator import UserError, configure
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from support import loader, text
-from support import run_folder as run
 import levels as boxoban
 import sokoban
 import train_lm
 import train_sokoban
-from configurator import Mistake, configure
+from support import loader, run_folder
+from tokenizer import VOCAB
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def read_damaged_shard(damage):
     path = Path('fineweb_train_000001.bin')
     loader.write_shard(path, np.arange(50, dtype=np.uint16))
     damage(path)
-    with may_refuse(Mistake, str(path)):
+    with may_refuse(UserError, str(path)):
         tokens = loader.read_shard(path, 256)
         assert len(tokens) == 50 and (tokens < 256).all()
 
@@ -54,8 +55,8 @@ def read_damaged_checkpoint(damage):
     path, w = Path('last.pt'), torch.arange(12.0).view(3, 4)
     torch.save({'step': 7, 'model': {'w': w}, 'config': {'name': 'a'}}, path)
     damage(path)
-    with may_refuse(Mistake, str(path)):
-        loaded = run.load_checkpoint(path)
+    with may_refuse(UserError, str(path)):
+        loaded = run_folder.load_checkpoint(path)
         assert (loaded['step'], loaded['config']) == (7, {'name': 'a'})
         assert torch.equal(loaded['model']['w'], w)
 
@@ -80,7 +81,7 @@ def assert_playable_or_refused(path):
     """A level has one agent, as many boxes as targets, at least one, and walls around it."""
     border = np.ones((10, 10), bool)
     border[1:-1, 1:-1] = False
-    with may_refuse(Mistake, path):
+    with may_refuse(UserError, path):
         levels = boxoban.load_levels('', path)[0]
         boards = sokoban.SokobanEnv(levels, len(levels), order='sequence').observe().numpy()
         variable, fixed = boards[..., 0], boards[..., 1]
@@ -92,14 +93,14 @@ def assert_playable_or_refused(path):
 def read_damaged_meta(damage):
     loader.write_meta('.', {'tokenizer': 'bytes', 'shards': [5], 'source': 'a'})
     damage(Path('meta.json'))
-    with may_refuse(Mistake, 'meta.json'):
-        assert loader.read_meta('.')['tokenizer'] in text.VOCAB
+    with may_refuse(UserError, 'meta.json'):
+        assert loader.read_meta('.')['tokenizer'] in VOCAB
 
 
 def read_damaged_log(damage):
     Path('log.jsonl').write_text('{"step": 0, "val_loss": 5.5}\n{"step": 1, "seconds": null}\n')
     damage(Path('log.jsonl'))
-    assert all('step' in record for record in run.log_of('.'))
+    assert all('step' in record for record in run_folder.log_of('.'))
 
 
 READERS = [
@@ -168,7 +169,7 @@ def test_command_lines_and_config_files(script, argv, lines, end):
         Path('some.py').write_bytes(end.join(lines).encode('utf-8', 'surrogatepass'))
         argv = ['some.py', *argv]
     defaults = configure(dict(vars(script)), [], quiet=True)
-    with contextlib.suppress(Mistake):
+    with contextlib.suppress(UserError):
         config = configure(dict(vars(script)), argv, quiet=True)
         for key, value in config.items():
             assert type(value) is type(defaults[key]) or key == 'resume', (key, value)

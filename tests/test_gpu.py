@@ -4,6 +4,8 @@ The same checks run on a CPU in test_model.py, test_train.py and test_train_soko
 
 import copy
 
+from configurator import configure
+
 import processes
 import pytest
 import torch
@@ -11,12 +13,10 @@ from reference import assert_close, gradients
 from small_runs import read_log, run_agent, run_lm, write_shards
 
 import bench
-import kernels as forms
-from support import compiling as graphs
-import unroll as recompute
+import kernels
 import unroll
-from configurator import configure
 from model import ModelConfig, RecurrentGPT, randomize
+from support import compiling
 from support.run_folder import load_checkpoint
 
 pytestmark = [
@@ -31,7 +31,7 @@ BF16 = 0.08  # relative error of a matrix's gradient by bf16 products; on a CPU 
 def full_precision(monkeypatch):
     """Undo what the trainers switch on (TF32, compilation), and make cuDNN deterministic."""
     monkeypatch.setattr(torch.backends.cudnn, 'deterministic', True)
-    monkeypatch.setattr(graphs.fused, 'enabled', False)
+    monkeypatch.setattr(compiling.fused, 'enabled', False)
     torch.set_float32_matmul_precision('highest')
 
 
@@ -77,7 +77,7 @@ def test_graphs_of_an_agent_replay_what_runs_eagerly(tmp_path, capsys, settings)
     logs = []
     for graphs_ in (True, False):
         out = tmp_path / str(graphs_)
-        options = {'device': 'cuda', 'graphs': graphs_, 'log_interval': 1, 'total_steps': 60}
+        options = {'device': 'cuda', 'cuda_graphs': graphs_, 'log_interval': 1, 'total_steps': 60}
         assert run_agent(out, **options, **settings) == 0
         logs.append([r for r in read_log(out) if 'loss' in r])
     assert 'no CUDA graph' not in capsys.readouterr().out
@@ -106,12 +106,12 @@ def test_graphs_of_a_language_model_replay_what_runs_eagerly(
     weights but for rounding, across shards and validations. With whole = 0 the chunk is no graph:
     its blocks of 3 and 2 tokens are."""
     write_shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
-    monkeypatch.setattr(recompute, 'WHOLE_GRAPH', whole)
-    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', whole)
+    monkeypatch.setattr(unroll, 'TILE', 3)
     losses, weights = [], []
     for graphs_ in (True, False):
         out = tmp_path / str(graphs_)
-        options = {'device': 'cuda', 'graphs': graphs_, 'n_embd': 128, **settings}
+        options = {'device': 'cuda', 'cuda_graphs': graphs_, 'n_embd': 128, **settings}
         assert run_lm(tmp_path, out, **options) == 0
         losses.append([r[name] for r in read_log(out) for name in LOSSES if name in r])
         saved = load_checkpoint(out / 'last.pt')['model']
@@ -122,10 +122,10 @@ def test_graphs_of_a_language_model_replay_what_runs_eagerly(
     assert (weights[0] - weights[1]).norm() < 0.02 * weights[1].norm()
 
 
-# ---- Triton forms in training ----
+# ---- Triton overrides in training ----
 
 
-FORMS = [  # names of forms, D
+OVERRIDES = [  # names of forms, D
     ('', 192),
     ('attention', 192),
     ('experts', 384),
@@ -135,35 +135,35 @@ FORMS = [  # names of forms, D
 ]
 
 
-def run_chunk(model, x, y, state, amp=False):
+def run_chunk(model, x, y, state, compute_dtype=False):
     """Return {name: gradient, 'loss': loss}, and the next state."""
-    with torch.autocast('cuda', torch.bfloat16, enabled=amp):
+    with torch.autocast('cuda', torch.bfloat16, enabled=compute_dtype):
         loss, state = model(x, y, state)
     return {**gradients(model, loss.objective), 'loss': loss.cross_entropy}, state
 
 
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
-@pytest.mark.parametrize('names, D', FORMS)
+@pytest.mark.parametrize('names, D', OVERRIDES)
 def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggregation, share_kv):
     """Three chunks of three blocks run with these forms, faster or not, and the rest compiled. With
     'blocks' the blocks are captured and replayed."""
     if names:
         pytest.importorskip('kernels')  # registers the forms
-    monkeypatch.setattr(unroll, 'BLOCK', 10)
-    monkeypatch.setattr(recompute, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
+    monkeypatch.setattr(unroll, 'TILE', 10)
+    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
     torch.manual_seed(0)
     sizes = {'vocab_size': 512, 'n_expert': 3, 'n_embd': D, 'window': 40, 'block_size': 24}
     model = RecurrentGPT(ModelConfig(aggregation=aggregation, share_kv=share_kv, **sizes))
     randomize(model).cuda()
     exact = copy.deepcopy(model).double()
     exact.config.mode = 'plain'
-    model.forms, model.graphs = frozenset(names.split()) - {'blocks'}, 'blocks' in names
+    model.overrides, model.cuda_graphs = frozenset(names.split()) - {'blocks'}, 'blocks' in names
     expected_state = state = None
     for x, y in torch.randint(512, (3, 2, 4, 24), device='cuda'):
-        graphs.fused.enabled = False
+        compiling.fused.enabled = False
         expected, expected_state = run_chunk(exact, x, y, expected_state)
-        graphs.fused.enabled = True
-        found, state = run_chunk(model, x, y, state, amp=True)
+        compiling.fused.enabled = True
+        found, state = run_chunk(model, x, y, state, compute_dtype=True)
         assert_close(found['loss'], expected['loss'], BF16 / 4)
         for name, grad in expected.items():
             if grad.dim() > 1:  # others are small sums of large terms: test_triton.py has them
@@ -177,11 +177,11 @@ def test_triton_forms_are_measured(decoding):
     pytest.importorskip('triton')
     config = ModelConfig(512, n_layer=1, n_expert=2, n_embd=384, window=128, block_size=16)
     model, before = RecurrentGPT(config).cuda().train(not decoding), torch.cuda.get_rng_state()
-    graphs.fused.enabled = True
-    lines = forms.choose_forms(model, 64, torch.bfloat16)
+    compiling.fused.enabled = True
+    lines = kernels.choose_overrides(model, 64, torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    for name, line in zip(forms.FORMS, lines, strict=True):
-        assert line.startswith(f'{name}: Triton form')
+    for name, line in zip(kernels.OVERRIDES, lines, strict=True):
+        assert line.startswith(f'{name}: Triton override')
         assert 'largest error' in line or 'OutOfResources' in line, line
 
 
@@ -205,8 +205,8 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
 
     x = torch.arange(8.0, device='cuda')
     for calls in range(1, 7):
-        torch.testing.assert_close(graphs.graphed(captured, 'step', step, x), calls * x)
-        assert torch.equal(graphs.graphed(captured, 'double', lambda x: 2 * x, x), 2 * x)
+        torch.testing.assert_close(compiling.graphed(captured, 'step', step, x), calls * x)
+        assert torch.equal(compiling.graphed(captured, 'double', lambda x: 2 * x, x), 2 * x)
     assert capsys.readouterr().out.count("no CUDA graph of 'step': it runs eagerly, slower") == 1
     assert captured['step'][1] is captured['double'][1] is None
     assert torch.cuda.current_stream() == stream
@@ -227,7 +227,7 @@ BENCH = [  # a cell of each suite, and the modes of its models
 def test_bench_measures_every_mode(cell, modes, capsys):
     """Updates and tokens are replayed as CUDA graphs."""
     configure(vars(bench), ['--vocab_size=512', '--rounds=1', '--seconds=0.01'], quiet=True)
-    machine = bench.Machine(rank=0, world=1, device='cuda:0', amp=torch.bfloat16)
+    machine = bench.Machine(rank=0, world=1, device='cuda:0', compute_dtype=torch.bfloat16)
     for row in bench.measure(bench.Cell(*cell), modes, machine):
         assert row['status'] == 'ok' and row['median'] > 0 and row['memory_gb'] > 0, row
     assert 'no CUDA graph' not in capsys.readouterr().out

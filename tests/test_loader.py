@@ -7,7 +7,6 @@ from small_runs import assert_refused
 
 from support.loader import Loader, find_shards, load_val, read_shard, write_meta, write_shard
 
-
 # ---- shards ----
 
 

@@ -1,4 +1,4 @@
-"""Test layer.py, model.py, unroll.py, recompute.py and kernels.py: every mode of both models is
+"""Test model.py, model.py, unroll.py, unroll.py and kernels.py: every mode of both models is
 compared with reference.py in values, gradients and states, chunk by chunk. Then follow tests of
 states, head and loss, and sizes."""
 
@@ -22,15 +22,12 @@ from reference import (
     make,
     tokens,
 )
-
-from support import compiling as graphs
-import model as loss_file
-import model as model_file
-import unroll as recompute
-import unroll
-from model import AGGREGATIONS, GPT, RESIDUALS, ModelConfig, RecurrentGPT, State, build_model
 from small_runs import assert_refused
 
+import model as model_file
+import unroll
+from model import AGGREGATIONS, GPT, RESIDUALS, ModelConfig, RecurrentGPT, State, build_model
+from support import compiling
 
 both = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 needs_compiler = pytest.mark.skipif(
@@ -41,26 +38,27 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch):
-    monkeypatch.setattr(recompute, 'KEPT_BYTES', recompute.KEPT_BYTES)  # compare() sets it
-    monkeypatch.setattr(graphs.fused, 'enabled', False)
-    recompute.release()
+    monkeypatch.setattr(unroll, 'KEPT_BYTES', unroll.KEPT_BYTES)  # compare() sets it
+    monkeypatch.setattr(compiling.fused, 'enabled', False)
+    unroll.release()
 
 
 # ---- every mode equals the reference ----
 
-# name: config.mode, fused.enabled, model.graphs, bytes of attention weights kept for the backward
+# name: config.mode, fused.enabled, model.cuda_graphs, bytes of attention weights kept for the
+# backward
 MODES = {
     'plain': ('plain', False, False, 2**30),
     'fast': ('fast', False, False, 2**30),
     'compiled': ('fast', True, False, 2**30),
     'recomputed': ('fast', False, False, 0),
     'plain, recomputed': ('plain', False, False, 0),
-    'graphs': ('fast', True, True, 0),
+    'cuda_graphs': ('fast', True, True, 0),
 }
 
 
 def set_mode(model, mode):
-    model.config.mode, graphs.fused.enabled, model.graphs, recompute.KEPT_BYTES = MODES[mode]
+    model.config.mode, compiling.fused.enabled, model.cuda_graphs, unroll.KEPT_BYTES = MODES[mode]
 
 
 def reset(state, row):
@@ -97,7 +95,7 @@ def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, car
                 with torch.no_grad():
                     assert_close(model(x, state=states[mode])[0], logits, rtol, what=mode)
             found, states[mode] = model(x, y, states[mode])
-            if mode == 'graphs':  # another model of the same sizes in between
+            if mode == 'cuda_graphs':  # another model of the same sizes in between
                 other.graphs = True
                 other(x, y)
             assert_close(found.cross_entropy, loss, rtol, what=mode)
@@ -111,7 +109,7 @@ def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, car
 
 
 def fake_graphed(graphs, name, function):
-    """Stand in for graphs.graphed without CUDA: from the second call on, repeat that call."""
+    """Stand in for compiling.graphed without CUDA: from the second call on, repeat that call."""
     if graphs is None:
         return function()
     calls, captured = graphs.get(name, (0, None))
@@ -149,13 +147,13 @@ def test_recurrent_is_the_reference(monkeypatch, T, chunks, reset_before, sizes)
     """The cases cover all modes, aggregations and sizes, with a shared cache and with one per
     expert. Blocks have 3 tokens, and dK and dV are computed in groups of 2. In the mode `graphs`
     what was captured once is replayed with other weights and inputs."""
-    monkeypatch.setattr(unroll, 'BLOCK', 3)
+    monkeypatch.setattr(unroll, 'TILE', 3)
     monkeypatch.setattr(unroll, 'GROUP', 2)
-    monkeypatch.setattr(graphs, 'compiled', lambda f: f)
-    monkeypatch.setattr(recompute, 'graphed', fake_graphed)
-    monkeypatch.setattr(recompute, 'can_capture', lambda x: True)
+    monkeypatch.setattr(compiling, 'compiled', lambda f: f)
+    monkeypatch.setattr(unroll, 'graphed', fake_graphed)
+    monkeypatch.setattr(unroll, 'can_capture', lambda x: True)
     compare(make(RecurrentGPT, **sizes), T, chunks, reset_before, MODES)
-    captured = [x for block in recompute._blocks.values() for x in (block.graphs or {}).values()]
+    captured = [x for block in unroll._blocks.values() for x in (block.graphs or {}).values()]
     assert len(captured) >= 2 and all(function for _, function in captured)
 
 
@@ -263,20 +261,20 @@ def test_gradients_that_would_be_wrong_are_refused():
 @pytest.mark.parametrize('mode', ['fast', 'recomputed'])
 def test_a_window_may_be_narrower_than_its_cache(monkeypatch, mode):
     """It equals a narrow window in a narrow cache, in blocks and groups of all lengths."""
-    monkeypatch.setattr(unroll, 'BLOCK', 5)
+    monkeypatch.setattr(unroll, 'TILE', 5)
     monkeypatch.setattr(unroll, 'GROUP', 2)
-    narrow, wide = make(RecurrentGPT, window=3), make(RecurrentGPT, window=7)
-    set_mode(wide, mode)
-    wide(tokens(2, 8), tokens(2, 8))  # blocks that are kept must not keep the window
-    for module in wide.layers:
+    narrow, state_dtype = make(RecurrentGPT, window=3), make(RecurrentGPT, window=7)
+    set_mode(state_dtype, mode)
+    state_dtype(tokens(2, 8), tokens(2, 8))  # blocks that are kept must not keep the window
+    for module in state_dtype.layers:
         module.window = 3
     narrow_state = wide_state = None
     for seed in range(3):
         x = tokens(2, 8, seed=seed)
         expected, narrow_state = narrow(x, x, narrow_state)
-        found, wide_state = wide(x, x, wide_state)
-        grads = (gradients(narrow, expected.objective), gradients(wide, found.objective))
-        assert_same_gradients(wide, *reversed(grads))
+        found, wide_state = state_dtype(x, x, wide_state)
+        grads = (gradients(narrow, expected.objective), gradients(state_dtype, found.objective))
+        assert_same_gradients(state_dtype, *reversed(grads))
 
 
 def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch):
@@ -284,12 +282,12 @@ def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch):
     nodes of an earlier one."""
     windows = weakref.WeakSet()
 
-    class Window(unroll.Window):
+    class ChunkCache(unroll.ChunkCache):
         def __init__(self, *args):
             super().__init__(*args)
             windows.add(self)
 
-    monkeypatch.setattr(unroll, 'Window', Window)
+    monkeypatch.setattr(unroll, 'ChunkCache', ChunkCache)
     model, x = make(RecurrentGPT), tokens(2, 7)
     gc.disable()
     try:
@@ -309,14 +307,14 @@ def test_a_chunk_is_freed_without_the_garbage_collector(monkeypatch):
 def test_head_loss(monkeypatch, rows):
     """Value and gradients equal those of cross_entropy, in slices that do and do not divide the
     rows, with logits beyond the cap, and for a sum of losses."""
-    monkeypatch.setattr(loss_file, 'LOGITS_PER_SLICE', {'cpu': rows * V})
+    monkeypatch.setattr(model_file, 'LOGITS_PER_SLICE', {'cpu': rows * V})
     rng, targets = torch.Generator().manual_seed(0), tokens(10)
     x, w = (torch.randn(n, 6, dtype=torch.float64, generator=rng).mul_(5) for n in (10, V))
     x, w = x.requires_grad_(), w.requires_grad_()
     assert (x @ w.t()).abs().max() > 15
 
     def sliced(x, w):
-        return loss_file.head_loss(x, w, targets, None).objective
+        return model_file.head_loss(x, w, targets, None).objective
 
     def exact(x, w):
         return F.cross_entropy(15 * torch.tanh(x @ w.t() / 15), targets)
@@ -334,11 +332,11 @@ def test_terms_of_the_objective_are_for_training_only(monkeypatch):
     model, x = make(RecurrentGPT), tokens(2, 5)
     plain = model(x, x)[0]
 
-    def losses(logits, targets, config, real=loss_file.losses):
+    def losses(logits, targets, config, real=model_file.losses):
         objective, cross_entropy = real(logits, targets, config)
         return objective + 0.1 * logits.logsumexp(-1).square().sum(), cross_entropy
 
-    monkeypatch.setattr(loss_file, 'losses', losses)
+    monkeypatch.setattr(model_file, 'losses', losses)
     loss = model(x, x)[0]
     with torch.no_grad():
         validation = model(x, x)[0]
@@ -383,7 +381,7 @@ def test_sizes_follow_edits(monkeypatch):
     class Looped(RecurrentGPT):
         n_caches = property(lambda self: 2 * len(self.layers))
 
-    class Gated(model_file.Layer):
+    class Gated(model_file.LayerParams):
         def __init__(self, config, recurrent):
             super().__init__(config, recurrent)
             self.up = torch.nn.Parameter(torch.empty(config.n_expert, 8 * 768, 768))
@@ -395,7 +393,7 @@ def test_sizes_follow_edits(monkeypatch):
     tied.head = tied.embedding
     assert tied.num_params() == {**n, 'head': 0, 'total': n['total'] - n['head']}
     assert tied.flops_per_token() == flops
-    monkeypatch.setattr(model_file, 'Layer', Gated)
+    monkeypatch.setattr(model_file, 'LayerParams', Gated)
     gated, more = build(RecurrentGPT, **routed), 2 * 8 * 4 * 768 * 768  # L E 4 D^2 weights
     assert gated.num_params()['core'] - n['core'] == more
     assert gated.flops_per_token()['core'] - flops['core'] == 2 * more

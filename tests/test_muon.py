@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 
-from support import ranks as common
-from support import ops as kernels
-from support import muon
+import ops
+from support import muon, ranks
 from support.muon import Muon
 
-# tall, wide, square, one matrix, 4-D: 18 matrices
+# tall, state_dtype, square, one matrix, 4-D: 18 matrices
 SHAPES = [(3, 32, 16), (2, 16, 32), (4, 24, 24), (48, 16), (16, 48), (2, 3, 16, 32), (1, 8, 40)]
 
 
@@ -123,8 +122,8 @@ def test_bfloat16_is_chosen_only_where_it_is_fast(monkeypatch, capability, amx, 
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: capability)
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: avx512_bf16)
-    assert kernels.bf16_is_fast('cpu') == fast
-    assert common.pick_dtype('auto', 'cpu') == (torch.bfloat16 if fast else torch.float32)
+    assert ranks.bf16_is_fast('cpu') == fast
+    assert ranks.pick_dtype('auto', 'cpu') == (torch.bfloat16 if fast else torch.float32)
 
 
 # ---- ranks ----

@@ -3,20 +3,21 @@ schedules, updates (test_plans.py: plans). Every expected value is written here 
 
 import math
 
+from configurator import Script, configure
+
 import numpy as np
 import pytest
 import torch
 from processes import ROOT
 from small_runs import read_log, write_shards
 
-from support import loader
 import train_lm
 import train_sokoban
-from configurator import Script, configure
 from convlstm import AgentConfig, build_agent
 from model import ModelConfig, build_model
+from support import loader
 from support.run_folder import LAST, load_checkpoint, settings_of
-from support.text import VOCAB
+from tokenizer import VOCAB
 
 
 def assert_settings(config, expected):
@@ -227,7 +228,7 @@ def test_first_update_of_a_language_model(text, tmp_path, recurrent, std, warmup
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
         model.head.normal_(std=std)  # if small, the gradient is not clipped
-    model.about = {'tokenizer': 'bytes'}
+    model.metadata = {'tokenizer': 'bytes'}
     model.save_pretrained(tmp_path / 'random')
     settings = {'tokens_per_step': 512, 'init_from': tmp_path / 'random'}
     record, saved = train_lm_once(text, tmp_path / 'run', warmup_iters=warmup_iters, **settings)

@@ -12,6 +12,8 @@ import sys
 import termios
 from pathlib import Path
 
+from configurator import configure
+
 import numpy as np
 import pytest
 import safetensors.torch as safetensors
@@ -19,11 +21,10 @@ import torch
 from PIL import Image
 from processes import ROOT
 from small_runs import error_of, read_log, run_agent
-from test_boxoban import numbered, text
+from test_levels import numbered, text
 
 import play_sokoban
 from levels import COLORS, board_image, generate, observations, parse_text, plan_image
-from configurator import configure
 from support.run_folder import load_checkpoint
 
 UP, RIGHT, LEFT = 0, 1, 3
@@ -80,8 +81,8 @@ def test_an_export_has_the_weights_and_the_score_of_one_agent(trained, tmp_path,
         assert sorted(os.listdir(tmp_path)) == ['README.md', 'config.json', 'model.safetensors']
         saved = safetensors.load_file(tmp_path / 'model.safetensors')
         torch.testing.assert_close(saved, weights, rtol=0, atol=0)
-        about = json.loads((tmp_path / 'config.json').read_text())
-        assert about.get('best') == score and about['settings']['eval_split'] == 'hard'
+        metadata = json.loads((tmp_path / 'config.json').read_text())
+        assert metadata.get('best') == score and metadata['settings']['eval_split'] == 'hard'
         assert card in (tmp_path / 'README.md').read_text()
         (tmp_path / 'eval_hard.json').touch()
 

@@ -6,18 +6,19 @@ import math
 import os
 import sys
 
+from configurator import configure
+
 import numpy as np
 import pandas
 import pytest
 import torch
 from small_runs import assert_equal, assert_refused, run_agent
 
-from levels import generate, pack
-from configurator import configure
 from convlstm import AgentConfig, build_agent
-from support.files import read_tensors
+from levels import generate, pack
 from paper import probe
 from sokoban import replay, run_episodes
+from support.files import read_tensors
 
 UP, RIGHT, NEVER = 0, 1, 4
 ODD = 'a[1],b $x$'  # name of an agent

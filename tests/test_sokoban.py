@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import run_ranks
 from small_runs import assert_refused, run_agent
-from test_boxoban import numbered, text
+from test_levels import numbered, text
 
 import levels as boxoban
 import sokoban

@@ -6,11 +6,10 @@ import pytest
 import torch
 from small_runs import assert_refused
 
-import lstm as baselines
-from support import compiling as graphs
-from support import stream
-from support.ranks import Gradients
+import lstm
 from model import ModelConfig, build_model
+from support import compiling, stream
+from support.ranks import Gradients
 from support.stream import Stream
 
 SIZES = {'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8}
@@ -24,7 +23,7 @@ def make_model(arch='experts', recurrent=True, **sizes):
     """Return a model with random weights."""
     config = ModelConfig(256, **SIZES, **sizes)
     torch.manual_seed(0)
-    build = baselines.build_lstm if arch == 'lstm' else build_model
+    build = lstm.build_lstm if arch == 'lstm' else build_model
     model = build(config, recurrent)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -138,10 +137,10 @@ def test_a_rank_tries_fewer_rows_until_those_of_every_rank_fit(monkeypatch, B, t
 def test_all_ranks_run_uncompiled_if_one_cannot_compile(monkeypatch):
     """Compiled optimizers round differently, and the ranks must keep equal weights."""
     compiled = []
-    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setattr(compiling.fused, 'enabled', True)
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(torch.distributed, 'all_reduce', lambda agreed, op: agreed[1].zero_())
-    Stream(make_model(), 8, 8).choose_rows(lambda *_: compiled.append(graphs.fused.enabled))
+    Stream(make_model(), 8, 8).choose_rows(lambda *_: compiled.append(compiling.fused.enabled))
     assert compiled == [True, False]
 
 
@@ -155,13 +154,13 @@ def test_training_continues_uncompiled(monkeypatch, capsys):
     """torch.compile cannot start; one line says so. An error that remains has its traceback."""
 
     def chunk(x, y, state):
-        if graphs.fused.enabled:
+        if compiling.fused.enabled:
             raise KeyError('no user')
 
-    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setattr(compiling.fused, 'enabled', True)
     train = Stream(make_model(), 8, 8)
     train.choose_rows(chunk)
-    assert not graphs.fused.enabled
+    assert not compiling.fused.enabled
     line = 'compile = True does not work here; running uncompiled'
     assert capsys.readouterr().out.count(line) == 1
     with pytest.raises(ZeroDivisionError):

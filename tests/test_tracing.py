@@ -25,8 +25,8 @@ def test_the_trace_leads_to_the_logits(model_type):
 @both_models
 @torch.no_grad()
 def test_attention_weights_and_hidden_units_are_those_of_each_expert_and_head(model_type):
-    """Layer 0 of the non-recurrent model, or of a recurrent one with a = 0, reads the embedding
-    alone, and with Wo = 0 its FFN does, too."""
+    """LayerParams 0 of the non-recurrent model, or of a recurrent one with a = 0, reads the
+    embedding alone, and with Wo = 0 its FFN does, too."""
     model, x = make(model_type, window=3, n_expert=3), tokens(1, 5)
     layer = model.layers[0]
     layer.wo.zero_()

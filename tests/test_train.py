@@ -9,6 +9,8 @@ import shutil
 import signal
 import sys
 
+from configurator import UserError, configure
+
 import numpy as np
 import processes
 import pytest
@@ -25,14 +27,11 @@ from small_runs import (
     train_lm_as_rank,
 )
 
-import lstm as baselines
-from support import ranks as common
 import data_fineweb
-from support import compiling as graphs
 import model
-from support import stream
 import train_lm
-from configurator import Mistake, configure
+from lstm import build_lstm
+from support import compiling, ranks, stream
 from support.loader import Loader, find_shards, read_shard, write_shard
 from support.run_folder import LAST, load_checkpoint, settings_of
 
@@ -211,7 +210,7 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
         torch.save(saved | damage, path)
         assert f'{path}: ' in error_of(capfd, train_lm, argv)
     torch.save(saved, path)
-    monkeypatch.setattr(common, 'agree', lambda *values: 2 not in values)
+    monkeypatch.setattr(ranks, 'agree', lambda *values: 2 not in values)
     assert 'the ranks differ in settings, data, checkpoints' in error_of(capfd, train_lm, argv)
 
 
@@ -223,7 +222,7 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch):
     calls = {}
 
     def replay(graphs, name, function, *args):
-        """Do what graphs.graphed does, as far as a CPU can: from the fourth call on, call the
+        """Do what compiling.graphed does, as far as a CPU can: from the fourth call on, call the
         function of the fourth call on its arguments, and write the results to the memory of that
         call's results."""
         earlier = calls.setdefault(name, [])
@@ -259,7 +258,7 @@ def test_training_continues_without_graphs(monkeypatch, capsys):
     captured = {}
     for x in range(6):
         for name in ('chunk', 'later'):
-            assert graphs.graphed(captured, name, float, x) == x
+            assert compiling.graphed(captured, name, float, x) == x
     line = (
         "no CUDA graph of 'chunk': it runs eagerly, slower (OutOfMemoryError: CUDA out of memory)"
     )
@@ -290,7 +289,7 @@ def train_as_own_rank(argv, changes):
     """Train as a rank with changes of its own; return what is refused, or None."""
     try:
         train_lm_as_rank([*argv, *changes[int(os.environ['RANK'])]])
-    except Mistake as error:
+    except UserError as error:
         return str(error)
 
 
@@ -337,8 +336,8 @@ def test_every_update_has_one_all_reduce(data, tmp_path):
 
 def test_the_lstm_has_the_size_of_our_model():
     config = model.ModelConfig(256, n_embd=128, window=12, n_expert=2)
-    lstm, experts = baselines.build_lstm(config, True), model.build_model(config, True)
-    assert 0.98 < lstm.num_params()['total'] / experts.num_params()['total'] < 1.02
+    baseline, experts = build_lstm(config, True), model.build_model(config, True)
+    assert 0.98 < baseline.num_params()['total'] / experts.num_params()['total'] < 1.02
 
 
 # ---- evaluation

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 
+from configurator import configure
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,8 @@ from small_runs import StopAt, agent_arguments, assert_equal, error_of, read_log
 
 import sokoban
 import train_sokoban
-from levels import generate
-from configurator import configure
 from convlstm import AgentConfig, build_agent
+from levels import generate
 from support.run_folder import LAST, PREV, load_checkpoint, settings_of
 
 
@@ -204,7 +205,7 @@ def test_captured_updates_use_the_same_memory(finished_run, tmp_path, monkeypatc
     calls = {}
 
     def replay(graphs, name, function):
-        """Do what graphs.graphed does, as far as a CPU can: from the fourth call on, call the
+        """Do what compiling.graphed does, as far as a CPU can: from the fourth call on, call the
         function of the fourth call, and return its result in the same memory."""
         earlier = calls.setdefault(name, [])
         if len(earlier) < 4:

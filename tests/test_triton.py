@@ -1,4 +1,4 @@
-"""Test Triton forms in training, and the choice between them and the functions they replace.
+"""Test Triton overrides in training, and the choice between them and the functions they replace.
 
 Without a GPU the kernels run in Triton's interpreter, in fp32, in a process of their own, because
 the interpreter must be chosen before anything imports triton; and they are compiled for an H100
@@ -16,15 +16,13 @@ from reference import assert_close, make
 from test_model import compare, default_mode  # noqa: F401  a fixture
 
 import decode
-import kernels as forms
-from support import compiling as graphs
-import model as layer
-import model as loss_file
+import kernels
+import model as model_file
 import unroll
 from model import ModelConfig, RecurrentGPT
+from support import compiling
 
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
-import kernels as tk  # noqa: E402
 
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1', reason='test_in_the_interpreter runs it'
@@ -40,7 +38,7 @@ def test_in_the_interpreter(request):
     assert done.returncode == 0 and 'skipped' not in done.stdout, done.stdout[-4000:]
 
 
-# ---- training with Triton forms ----
+# ---- training with Triton overrides ----
 
 
 CASES = [  # forms in use beside 'loss', streams, tokens per chunk, sizes of the model
@@ -64,13 +62,13 @@ def test_unroll_is_the_reference(monkeypatch, names, B, T, sizes):
     and together, in blocks of 3 tokens and groups of 2. What a form replaces cannot be called."""
     for name, replaced in (('attention', 'split_heads'), ('experts', 'add_norm')):
         if name in names:
-            monkeypatch.setattr(layer, replaced, None)
-    monkeypatch.setattr(loss_file, 'losses', None)
-    monkeypatch.setattr(unroll, 'BLOCK', 3)
+            monkeypatch.setattr(model_file, replaced, None)
+    monkeypatch.setattr(model_file, 'losses', None)
+    monkeypatch.setattr(unroll, 'TILE', 3)
     monkeypatch.setattr(unroll, 'GROUP', 2)
     small = {'n_layer': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'window': 5}
     model = make(RecurrentGPT, 7, torch.float32, **small | sizes)
-    model.forms = frozenset({'loss', *names.split()})
+    model.overrides = frozenset({'loss', *names.split()})
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)  # the rounding of fp32 stays small
@@ -86,16 +84,18 @@ def test_a_form_that_is_off_by_10_percent_is_not_used(monkeypatch, decoding, bro
     """In the trial of a training chunk, or of a token that is decoded, which has no loss. Every run
     seems faster than the one before, so that each form that agrees is chosen."""
     monkeypatch.setattr(unroll, 'GROUP', 2)
-    monkeypatch.setattr(forms, 'GROUP', 2)
+    monkeypatch.setattr(kernels, 'GROUP', 2)
     times = (0.9**i for i in itertools.count())
-    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: next(times))
+    monkeypatch.setattr(kernels, 'cuda_seconds', lambda run: next(times))
     sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
-    form = graphs.registered[broken]
-    monkeypatch.setitem(graphs.registered, broken, lambda *args: 1.1 * form(*args))
-    chosen, lines = forms.choose(lambda: forms.make_trial(model, 2), sorted({broken, *expected}))
+    form = compiling.registered[broken]
+    monkeypatch.setitem(compiling.registered, broken, lambda *args: 1.1 * form(*args))
+    chosen, lines = kernels.choose(
+        lambda: kernels.make_trial(model, 2), sorted({broken, *expected})
+    )
     assert chosen == expected, lines
 
 
@@ -107,9 +107,9 @@ def test_loss():
     logits[0, :2] = torch.tensor([1e4, -1e4])  # far beyond the cap
     logits[-1] -= 200  # all scores at the lower cap
     x = logits.double().requires_grad_()
-    expected, _ = loss_file.losses(x, target, None)
+    expected, _ = model_file.losses(x, target, None)
     (grad,) = torch.autograd.grad(expected, x)  # almost zero for logits beyond the cap
-    loss, _, d = tk.slice_loss(logits, target, 0.25, None)
+    loss, _, d = kernels.slice_loss(logits, target, 0.25, None)
     assert abs(loss.item() - expected.item()) < 1e-4 * expected
     assert_close(d.double(), 0.25 * grad, 2e-5, size=max(0.25 * grad.norm().item(), 0.1))
 
@@ -119,8 +119,10 @@ def test_loss():
 
 def test_forms_are_those_of_the_code():
     """A failure means that a function which a form replaces was edited: see
-    triton_kernels.REPLACES."""
-    assert {name: graphs.code_hash(functions) for name, functions in tk.REPLACES.items()} == tk.CODE
+    kernels.REPLACES."""
+    assert {
+        name: compiling.code_hash(functions) for name, functions in kernels.REPLACES.items()
+    } == kernels.CODE
 
 
 FUNCTION = """    @fused
@@ -138,11 +140,11 @@ COMMENTED = """    @fused
 
 
 def test_an_edit_turns_a_form_off_and_a_comment_does_not(monkeypatch):
-    monkeypatch.setattr(graphs.inspect, 'getsource', lambda text: text)
-    code = graphs.code_hash((FUNCTION,))
-    assert graphs.code_hash((COMMENTED,)) == code
-    assert graphs.code_hash((FUNCTION.replace('x + 1\n', 'x + 2\n'),)) != code
-    assert graphs.code_hash((FUNCTION.replace('    @fused\n', ''),)) != code
+    monkeypatch.setattr(compiling.inspect, 'getsource', lambda text: text)
+    code = compiling.code_hash((FUNCTION,))
+    assert compiling.code_hash((COMMENTED,)) == code
+    assert compiling.code_hash((FUNCTION.replace('x + 1\n', 'x + 2\n'),)) != code
+    assert compiling.code_hash((FUNCTION.replace('    @fused\n', ''),)) != code
 
 
 # ---- the choice ----
@@ -152,14 +154,19 @@ def test_an_edit_turns_a_form_off_and_a_comment_does_not(monkeypatch):
 SECONDS = {'': 4.0, 'a': 3.0, 'b': 4.0, 'ab': 2.0}
 TOO_LARGE = triton.runtime.errors.OutOfResources(3, 2, 'x')
 CHOICES = [
-    ({}, {}, 'ab', 'a: Triton form used: 3000000 us, without it 4000000 us'),
-    ({}, {'ab': 2.9}, 'a', 'b: Triton form not used: 2900000 us'),
+    ({}, {}, 'ab', 'a: Triton override used: 3000000 us, without it 4000000 us'),
+    ({}, {'ab': 2.9}, 'a', 'b: Triton override not used: 2900000 us'),
     ({'a': 1.01}, {}, '', 'largest error 1.00%, without it 0.10%'),
     ({'ab': float('nan')}, {}, 'a', 'largest error inf%'),
-    ({'ab': TOO_LARGE}, {}, 'a', 'b: Triton form not used: OutOfResources'),
-    ({}, {}, 'ab', 'c: Triton form not used: a function that it replaces was edited'),
-    ({'': float('nan')}, {}, '', 'a: Triton form not used'),
-    ({'': RuntimeError('no gradient')}, {}, '', 'Triton forms not used: RuntimeError: no gradient'),
+    ({'ab': TOO_LARGE}, {}, 'a', 'b: Triton override not used: OutOfResources'),
+    ({}, {}, 'ab', 'c: Triton override not used: a function that it replaces was edited'),
+    ({'': float('nan')}, {}, '', 'a: Triton override not used'),
+    (
+        {'': RuntimeError('no gradient')},
+        {},
+        '',
+        'Triton overrides not used: RuntimeError: no gradient',
+    ),
 ]
 
 
@@ -171,7 +178,7 @@ def test_forms_that_agree_and_are_5_percent_faster_are_used(
     seconds = SECONDS | seconds
 
     def in_use():
-        return ''.join(sorted(graphs.enabled_forms()))
+        return ''.join(sorted(compiling.enabled_overrides()))
 
     def trial(is_exact):
         result = 1.0 if is_exact else results[in_use()]
@@ -179,9 +186,9 @@ def test_forms_that_agree_and_are_5_percent_faster_are_used(
             raise result
         return [result * torch.tensor([1.0, 2.0, 3.0])]
 
-    monkeypatch.setattr(forms, 'cuda_seconds', lambda run: seconds[in_use()])
-    monkeypatch.setattr(forms, 'registered', {'a', 'b'})
-    chosen, lines = forms.choose(lambda: trial, ('a', 'b', 'c'))
+    monkeypatch.setattr(kernels, 'cuda_seconds', lambda run: seconds[in_use()])
+    monkeypatch.setattr(kernels, 'registered', {'a', 'b'})
+    chosen, lines = kernels.choose(lambda: trial, ('a', 'b', 'c'))
     assert ''.join(sorted(chosen)) == expected and line in '\n'.join(lines)
 
 
@@ -209,20 +216,20 @@ def test_kernels_compile_for_an_h100(monkeypatch):
 
     monkeypatch.setattr(jit, 'run', compile_only)
     monkeypatch.setattr(triton.runtime.driver, '_active', H100)
-    with torch.device('meta'), graphs.using({'attention', 'experts'}):
+    with torch.device('meta'), compiling.use_overrides({'attention', 'experts'}):
         for E, W, B in (1, 2048, 16), (2, 128, 256):
             model = RecurrentGPT(ModelConfig(n_expert=E, n_layer=1, window=W))
             heads, bf16 = model.heads, torch.bfloat16
-            (weights,) = model.layer_weights(B, bf16, unroll.DeferredLinear)
-            slots = unroll.Slots(9, W, torch.zeros(B).long(), heads, torch.float32, W)
+            (weights,) = model.bind_weights(B, bf16, unroll.DeferredLinear)
+            slots = unroll.CacheLayout(9, W, torch.zeros(B).long(), heads, torch.float32, W)
             kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
-            window, s = unroll.Window(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
+            window, s = unroll.ChunkCache(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
             for _ in slots.angles:
-                s = layer.layer(weights, s, s.detach(), window, model.config)
+                s = model_file.run_layer(weights, s, s.detach(), window, model.config)
             s.sum().backward()
             position = decode.RingPosition(B, [W], heads.K, torch.float32, torch.device('meta'))
             qkv = torch.empty(B, len(weights.wqkv.w), dtype=bf16)
-            tk.attend(qkv, decode.Ring(position, heads, *kv, W))
+            kernels.attend(qkv, decode.RingCache(position, heads, *kv, W))
         logits, target = torch.empty(333, 50304, dtype=bf16), torch.empty(333).long()
-        tk.slice_loss(logits, target, 0.1, None)
-    assert compiled == {name for name in vars(tk) if name.endswith('_kernel')}
+        kernels.slice_loss(logits, target, 0.1, None)
+    assert compiled == {name for name in vars(kernels) if name.endswith('_kernel')}

@@ -21,9 +21,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from configurator import UserError, run_script
+
 import numpy as np
 import pandas
-from configurator import Mistake, run_script
 from pandas import DataFrame
 
 from paper.figures import PUBLISHED, runs, score, value_of
@@ -84,7 +85,7 @@ def add(path: Path, folder: str, processor: str) -> None:
     plan = path.stem.replace('_', '-')
     table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
     if table.empty:
-        raise Mistake(f'{folder}: no run of the plan {plan} has finished yet')
+        raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
     columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
     if not (is_new := not path.exists()):
         old = pandas.read_csv(path).set_index(RUN).index
@@ -97,7 +98,7 @@ def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
     that has all allocations, of each seed the first in the table, and a column for each allocation
     (recurrent, L)."""
     if not path.exists():
-        raise Mistake(f'{path}: no run has finished yet')
+        raise UserError(f'{path}: no run has finished yet')
     table = pandas.read_csv(path).query('seed in @SEEDS')
     blocks = table.assign(score=score(table)).pivot(
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='score'
@@ -119,7 +120,7 @@ def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS
 def main(path: Path, show: Callable[[], None]) -> None:
     """Add the runs of the folder in the command line, if there is one, to a table; then show it."""
     if len(sys.argv) not in (1, 3):
-        raise Mistake('expected no argument, or a folder of runs and the name of the processor')
+        raise UserError('expected no argument, or a folder of runs and the name of the processor')
     if sys.argv[1:]:
         add(path, *sys.argv[1:])
     show()

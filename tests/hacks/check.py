@@ -7,7 +7,7 @@ The first form takes settings of train_lm.py. It trains a small model for 12 upd
 validates, scores, exports and samples it by the scripts, as a user does, and then runs `models`.
 
 models and agents train for three updates in float64 in every mode, and models decode; all must give
-what the plain mode gives. triton trains for one update in fp32, with Triton forms run by the
+what the plain mode gives. triton trains for one update in fp32, with Triton overrides run by the
 interpreter. two_chunks compares gradients through the state with those of one long chunk. models
 also names settings that change nothing. models and agents print the losses of the plain mode:
 test_hacks.py runs this in patched copies, and compares them with those of the unpatched code.
@@ -33,12 +33,11 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 from reference import gradients, tokens  # noqa: E402
 
-from support import compiling as graphs
-import unroll as recompute
 import unroll
 from convlstm import AgentConfig, build_agent
 from decode import Decoder
 from model import ModelConfig, build_model, randomize
+from support import compiling
 
 SIZES = {
     'vocab_size': 11,
@@ -50,7 +49,7 @@ SIZES = {
     'window': 3,
     'router_dim': 5,
 }
-# name: config.mode, fused.enabled, recompute.KEPT_BYTES
+# name: config.mode, fused.enabled, unroll.KEPT_BYTES
 MODES = {
     'plain': ('plain', False, 2**30),
     'fast': ('fast', False, 2**30),
@@ -70,7 +69,7 @@ def make(settings, recurrent=True, mode='plain', **sizes):
 
 
 def set_mode(model, mode):
-    model.config.mode, graphs.fused.enabled, recompute.KEPT_BYTES = MODES[mode]
+    model.config.mode, compiling.fused.enabled, unroll.KEPT_BYTES = MODES[mode]
 
 
 def train(model, loss_of, updates=3):
@@ -112,7 +111,7 @@ def compare(found, rtol=1e-8, atol=1e-9):
 
 def models(settings):
     """Compare all modes of both language models, and the decoder, with the plain mode."""
-    unroll.BLOCK = 3
+    unroll.TILE = 3
     cases = [  # sizes, and modes that are compared with the first
         ({'share_kv': True}, ['plain', 'fast', 'compiled']),
         ({'share_kv': False, 'n_layer': 1}, ['plain', 'recomputed']),
@@ -141,7 +140,7 @@ def check_decoder(model):
     x = tokens(2, 11)
     with torch.no_grad():
         expected, _ = model(x, state=model.init_state(2))
-    for graphs.fused.enabled in (False, True):
+    for compiling.fused.enabled in (False, True):
         decoder = Decoder(model, 2)
         for t in range(x.size(1)):
             decoder.step(x[:, t])
@@ -151,7 +150,7 @@ def check_decoder(model):
 def two_chunks(settings):
     """Compare the gradients of two chunks, the second of which starts from the state of the first,
     with those of one chunk."""
-    unroll.BLOCK = 3
+    unroll.TILE = 3
     x, y = tokens(2, 10), tokens(2, 10, seed=1)
     model = make(settings)
     found = {'one chunk': gradients(model, model(x, y)[0].objective)}
@@ -164,15 +163,15 @@ def two_chunks(settings):
 
 
 def triton(settings):
-    """Compare training with all Triton forms enabled, in fp32, with the plain mode."""
+    """Compare training with all Triton overrides enabled, in fp32, with the plain mode."""
     import kernels  # noqa: F401  registers the forms
 
-    unroll.BLOCK, unroll.GROUP = 4, 3
+    unroll.TILE, unroll.GROUP = 4, 3
     x, y = tokens(2, 5), tokens(2, 5, seed=1)
     found = {}
     for forms in (frozenset(), frozenset({'attention', 'experts', 'loss'})):
         model = make(settings, mode='fast').float()
-        model.forms = forms
+        model.overrides = forms
         found[forms] = train(model, lambda _, model=model: model(x, y)[0].objective, 1)
     print(*compare(found, rtol=1e-3, atol=1e-4)[0])
 
@@ -184,7 +183,7 @@ def train_agent(settings, compiled=False, arch='convlstm'):
     sizes = {'arch': arch, 'n_layer': 2, 'n_expert': 3, 'n_embd': 8, 'head_dim': 16}
     torch.manual_seed(0)
     agent = build_agent(AgentConfig(**sizes, **settings)).double()
-    graphs.fused.enabled = compiled
+    compiling.fused.enabled = compiled
 
     def loss_of(i):
         logits, value, _ = agent(obs.to(torch.uint8), start, agent.init_state(2))
@@ -273,7 +272,7 @@ def main(arguments):
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 256
     # capture only: to generate code takes minutes
-    graphs.compiled = functools.cache(
+    compiling.compiled = functools.cache(
         lambda f: torch.compile(f, backend='eager', fullgraph=True, dynamic=False)
     )
     if arguments and arguments[0] in GROUPS:

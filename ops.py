@@ -1,7 +1,7 @@
 """Operations that the models are built from: linears, RMSNorm, RoPE, attention heads, aggregation.
 
 Matrix products are computed in `dtype` (bfloat16 under autocast); states, norms, softmax and sums
-stay in the dtype of the state, called `wide` (fp32 in training).
+stay in the dtype of the state, called `state_dtype` (fp32 in training).
 """
 
 from typing import NamedTuple
@@ -15,23 +15,10 @@ EPS = 1e-6  # in every RMSNorm and in the denominators of routed aggregations
 ROPE_BASE = 10000.0
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with x: autocast's where it is enabled, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def bf16_is_fast(device: str | torch.device) -> bool:
-    """Return whether the device multiplies matrices in bfloat16 faster than in float32.
-
-    CPUs with AMX or AVX512-BF16 instructions do; others emulate bfloat16, up to 40 times slower
-    than float32. With ATEN_CPU_CAPABILITY=avx2 in the environment, torch's switch that turns
-    AVX-512 off, a CPU counts as one without them."""
-    if torch.device(device).type == 'cuda':
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.backends.cpu.get_cpu_capability() in ('DEFAULT', 'NO AVX', 'AVX2'):
-        return False
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 # ---- norms, RoPE, head layout ------------------------------------------------------------------
@@ -174,19 +161,21 @@ class Linear:
         return linear(x, self.w)
 
 
-def matmul_into(a: Tensor, b: Tensor, wide: torch.dtype, total: Tensor | None = None) -> Tensor:
-    """Return the product a @ b of matrices, or of stacks of them, in the dtype `wide`. If there is
-    a `total` of that dtype, add the product to it in place and return it.
+def matmul_into(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, total: Tensor | None = None
+) -> Tensor:
+    """Return the product a @ b of matrices, or of stacks of them, in the dtype `out_dtype`. If
+    there is a `total` of that dtype, add the product to it in place and return it.
 
     On a GPU, products of bf16 matrices stay in fp32; elsewhere they are rounded to bf16 first."""
     stacked = a.dim() == 3
-    if a.is_cuda and a.dtype != wide:
+    if a.is_cuda and a.dtype != out_dtype:
         if total is None:
-            return (torch.bmm if stacked else torch.mm)(a, b, out_dtype=wide)
+            return (torch.bmm if stacked else torch.mm)(a, b, out_dtype=out_dtype)
         add = torch.baddbmm if stacked else torch.addmm
-        return add(total, a, b, out_dtype=wide, out=total)
+        return add(total, a, b, out_dtype=out_dtype, out=total)
     if total is None:
-        return (a @ b).to(wide)
-    if a.dtype != wide:
+        return (a @ b).to(out_dtype)
+    if a.dtype != out_dtype:
         return total.add_(a @ b)
     return total.baddbmm_(a, b) if stacked else total.addmm_(a, b)

@@ -1,7 +1,7 @@
 """Print the numbers in README.md and results/README.md and draw the figures of the latter, all from
 the tables of runs in results/. A row is a run, with columns as in figures.runs.
 
-    python -m paper.studies.recompute
+    python -m paper.studies.tables
 
 The registered studies come first, by (recurrent, L): losses (depth.py), minus returns
 (depth_agents.py), and by L returns with the former scale and what it changes (initial_scale.py).

@@ -1,4 +1,4 @@
-"""Test text.py: one reader for every file of text, and the tokenizers."""
+"""Test tokenizer.py: one reader for every file of text, and the tokenizers."""
 
 import gzip
 import json
@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 from small_runs import assert_refused
 
-from support import text
-from support.text import get_tokenizer, read_text, read_texts
+from data_fineweb import read_texts
+from support.files import read_text
+from tokenizer import (
+    REAL_VOCAB,
+    VOCAB,
+    Tokenizer,
+    Vocabulary,
+    cutter,
+    get_tokenizer,
+    load_tiktoken,
+    token_bytes,
+)
 
 
 def values(path, column='text'):
@@ -101,11 +111,12 @@ def test_the_parts_of_a_long_file_have_the_tokens_of_the_whole(tmp_path, monkeyp
     spaces = [' ', '  ', '\n', '\n\n ', '\t', ' \u2003']
     letter_runs = [rng.choice(letters) * rng.choice([1, 2, 3]) for _ in range(20_000)]
     whole = ''.join(run + rng.choice(spaces) for run in letter_runs)
-    monkeypatch.setattr(text, 'PIECE', text.cutter(len(whole)))
+    monkeypatch.setattr('tokenizer.PIECE', cutter(len(whole)))
     expected = [tokenizer.eot, *tokenizer.encode(whole)]
     (tmp_path / 'a.txt').write_text(whole)
-    monkeypatch.setattr(text, 'PART', 5000)
-    monkeypatch.setattr(text, 'PIECE', text.cutter(100))
+    monkeypatch.setattr('data_fineweb.PART', 5000)
+    for module in ('tokenizer', 'data_fineweb'):
+        monkeypatch.setattr(f'{module}.PIECE', cutter(100))
     parts = list(read_texts([str(tmp_path / 'a.txt')]))
     assert len(parts) > 10 and max(len(part.value) for part in parts) < 6000
     found = [tokenizer.encode_document(part.value, part.is_start) for part in parts]
@@ -122,7 +133,7 @@ def test_a_run_of_a_million_characters_is_tokenized(run):
 
 @pytest.mark.parametrize('ids', [[255], [-1]])
 def test_an_id_that_does_not_fit_is_refused_and_not_cast(ids):
-    tokenizer = text.Tokenizer(text.Vocabulary(256, 255, 1.0, lambda: (lambda text: ids, [])))
+    tokenizer = Tokenizer(Vocabulary(256, 255, 1.0, lambda: (lambda text: ids, [])))
     assert_refused('1 characters cannot be tokenized: .* outside', tokenizer.encode, 'a')
 
 
@@ -130,20 +141,20 @@ def test_an_id_that_does_not_fit_is_refused_and_not_cast(ids):
 def test_text_is_encoded_and_decoded(name):
     """token_bytes() has the length of each token; a character may be split among tokens. The
     end-of-text token and the padding have none. A lone surrogate is replaced."""
-    tokenizer, sizes = get_tokenizer(name), text.token_bytes(name)
+    tokenizer, sizes = get_tokenizer(name), token_bytes(name)
     for whole in ('', 'naïve ☕ 日本語 🙂\r\n\t  x', '<|endoftext|> is text', 'a' * 3000, '\ud800'):
         ids, data = tokenizer.encode(whole), whole.encode(errors='replace')
         assert tokenizer.eot not in ids
         assert b''.join(tokenizer.decode_bytes([i]) for i in ids) == data
         assert sizes[ids].sum() == len(data)
-    assert sizes.shape == (text.VOCAB[name],) and sizes[tokenizer.eot :].sum() == 0
+    assert sizes.shape == (VOCAB[name],) and sizes[tokenizer.eot :].sum() == 0
     assert tokenizer.decode_bytes([tokenizer.eot, len(sizes) - 1]) == b''
 
 
 def test_the_gpt2_tokenizer_has_the_known_tokens():
     tokenizer = get_tokenizer('gpt2')
     assert tokenizer.encode('Hello world') == [15496, 995]
-    sizes = text.REAL_VOCAB['gpt2'], tokenizer.eot, text.VOCAB['gpt2']
+    sizes = REAL_VOCAB['gpt2'], tokenizer.eot, VOCAB['gpt2']
     assert sizes == (50257, 50256, 50304)
 
 
@@ -154,13 +165,13 @@ def test_a_missing_or_old_package_and_missing_files_are_named_with_the_remedy(mo
         raise ConnectionError('Max retries exceeded with url: ...\nfailed')
 
     with monkeypatch.context() as patch:
-        patch.setattr(text.importlib.util, 'find_spec', lambda name: None)
+        patch.setattr('importlib.util.find_spec', lambda name: None)
         patch.setattr(tiktoken, 'get_encoding', offline)
         message = 'cannot be downloaded .* `pip install .*`, or choose --tokenizer=bytes$'
-        assert_refused(message, text.load_tiktoken, 'gpt2')
+        assert_refused(message, load_tiktoken, 'gpt2')
     with monkeypatch.context() as patch:
-        patch.setattr(text.importlib.metadata, 'version', lambda name: '0.12.0')
+        patch.setattr('importlib.metadata.version', lambda name: '0.12.0')
         message = r"tiktoken 0\.12\.0 is too old: pip install -U 'tiktoken>=0\.13', or choose"
-        assert_refused(message, text.load_tiktoken, 'gpt2')
+        assert_refused(message, load_tiktoken, 'gpt2')
     monkeypatch.setitem(sys.modules, 'tiktoken', None)  # as if not installed
-    assert_refused('tiktoken is needed: pip install', text.load_tiktoken, 'gpt2')
+    assert_refused('tiktoken is needed: pip install', load_tiktoken, 'gpt2')

@@ -1,4 +1,5 @@
-"""Test run.py: what a resumed run keeps, folders in use, saves that fail, trackers, signals."""
+"""Test run_folder.py: what a resumed run keeps, folders in use, saves that fail, trackers,
+signals."""
 
 import errno
 import fcntl
@@ -11,12 +12,13 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+from configurator import Settings, UserError
+
 import pytest
 import torch
 from small_runs import assert_refused, run_lm
 
 from support import plots
-from configurator import Mistake, Settings
 from support.run_folder import (
     LAST,
     PREV,
@@ -276,7 +278,7 @@ def test_a_checkpoint_that_cannot_be_opened_does_not_give_way(tmp_path):
 
 
 def test_a_strange_file_in_the_best_model_ends_no_run(tmp_path, capsys):
-    refuses = Mock(save_pretrained=Mock(side_effect=Mistake('notes.txt')))
+    refuses = Mock(save_pretrained=Mock(side_effect=UserError('notes.txt')))
     open_folder(tmp_path).save_best(refuses, step=1)
     assert 'warning: best/ keeps the earlier model, if any: notes.txt' in capsys.readouterr().err
 

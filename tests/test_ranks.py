@@ -1,4 +1,4 @@
-"""Test common.py: standard output that fails, gradients in one buffer, errors as one line."""
+"""Test ranks.py: standard output that fails, gradients in one buffer, errors as one line."""
 
 import os
 import signal
@@ -9,11 +9,9 @@ import pytest
 import torch
 from small_runs import assert_refused
 
-from support import ranks as common
-from support import compiling as graphs
+from support import compiling, ranks
 from support.ranks import Gradients
 from support.run_folder import Stopper
-
 
 # ---- standard output that cannot be written
 
@@ -31,7 +29,7 @@ def test_standard_output_that_cannot_be_written_loses_no_update():
                 os.dup2(output, 1)
                 sys.stdout = sys.stderr = open(1, 'w', closefd=False)
                 for _ in range(2):
-                    common.print0('a line')
+                    ranks.print0('a line')
                 os._exit(0 if stopper.signal == stop else 1)
             finally:  # never return into pytest
                 os._exit(2)
@@ -39,7 +37,7 @@ def test_standard_output_that_cannot_be_written_loses_no_update():
 
 
 def test_what_only_reports_may_fail(capsys):
-    common.attempt('loss.png', lambda: 1 / 0)
+    ranks.attempt('loss.png', lambda: 1 / 0)
     error = 'warning: loss.png: ZeroDivisionError: division by zero\n'
     assert capsys.readouterr().err == error
 
@@ -56,7 +54,7 @@ def test_ranks_agree_on_equal_values_only(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(torch.distributed, 'all_reduce', all_reduce)
-    assert [common.agree(value) for value in (3, 4, 5, '4')] == [False, True, False, False]
+    assert [ranks.agree(value) for value in (3, 4, 5, '4')] == [False, True, False, False]
 
 
 def test_gradients_lie_in_one_buffer():
@@ -81,14 +79,14 @@ def test_memory_that_runs_out_does_not_switch_compilation_off(monkeypatch):
     def call():
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(graphs.fused, 'enabled', True)
+    monkeypatch.setattr(compiling.fused, 'enabled', True)
     with pytest.raises(RuntimeError, match='DefaultCPUAllocator'):
-        common.run_compiled(call)
-    assert graphs.fused.enabled
+        ranks.run_compiled(call)
+    assert compiling.fused.enabled
 
 
 def test_errors_that_end_a_script_are_one_line_and_others_keep_their_traceback():
-    explain = common.error_explainer('a smaller model')
+    explain = ranks.error_explainer('a smaller model')
     assert 'out of GPU memory: a smaller model' in explain(torch.OutOfMemoryError('of 80 GB'))
     assert 'out of memory: a smaller model' in explain(MemoryError())
     assert 'another rank died' in explain(torch.distributed.DistNetworkError('reset'))
@@ -98,5 +96,5 @@ def test_errors_that_end_a_script_are_one_line_and_others_keep_their_traceback()
 
 def test_devices_and_dtypes_that_are_not_there_are_refused():
     for name in ('gpu', 'cuda:99'):
-        assert_refused('^device = ', common.pick_device, name)
-    assert_refused("^dtype = 'float16': expected", common.pick_dtype, 'float16', 'cpu')
+        assert_refused('^device = ', ranks.pick_device, name)
+    assert_refused("^dtype = 'float16': expected", ranks.pick_dtype, 'float16', 'cpu')

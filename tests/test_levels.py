@@ -1,4 +1,4 @@
-"""Test boxoban.py: levels as text, packed and downloaded; the levels of a run; the generator by
+"""Test levels.py: levels as text, packed and downloaded; the levels of a run; the generator by
 replay."""
 
 import sys
@@ -204,7 +204,7 @@ def test_no_generated_level_is_in_both_sets_whatever_the_seeds_are():
 
 
 def test_the_script_prints_levels_that_it_can_read_again(monkeypatch, capsys):
-    argv = ['boxoban.py', '--split=generated', '--n_boxes=2', '--n_levels=5', '--show=3']
+    argv = ['levels.py', '--split=generated', '--n_boxes=2', '--n_levels=5', '--show=3']
     monkeypatch.setattr(sys, 'argv', argv)
     boxoban.main()
     levels = capsys.readouterr().out.partition('\n')[2]

@@ -1,4 +1,4 @@
-"""Test gym_sokoban.py: parity with Gymnasium's own vector environments and with Jumanji's
+"""Test sokoban_gym.py: parity with Gymnasium's own vector environments and with Jumanji's
 Sokoban."""
 
 import importlib.util
@@ -10,9 +10,9 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 from small_runs import assert_refused
-from test_boxoban import numbered, text
+from test_levels import numbered, text
 
-import sokoban_gym as gym_sokoban
+import sokoban_gym
 from levels import board_image, board_text, generate, observations, parse_text
 from sokoban import TIME_LIMIT, JumanjiEnv, SokobanEnv, random_bits
 
@@ -82,7 +82,7 @@ def test_reset_mask_starts_some_boards_again():
     ({'levels': ONE.astype(int)}, 'levels: expected uint8'),
 ], ids=str)  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, message):
-    assert_refused(message, gym_sokoban.GymEnv, **options)
+    assert_refused(message, sokoban_gym.GymEnv, **options)
 
 
 def test_what_is_no_action_is_refused():
