@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from processes import run_ranks
 
-import ops
 from support import muon, ranks
 from support.muon import Muon
 
