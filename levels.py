@@ -35,10 +35,11 @@ from support.files import read_text, write_atomic
 from support.ranks import Throttle, print0
 
 # fmt: off
-levels_dir = ''             # folder of Boxoban's levels, as text or arrays; '': data/boxoban
+levels_dir = ''             # folder of Boxoban's levels, as text or packed; '': data/boxoban
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
                             # 'generated'; or a file
-download = False            # download a missing split (Hugging Face, 200 bytes per level)
+download = False            # download a missing split (Hugging Face, 200 bytes per level), and
+                            # pack it
 n_boxes = 4                 # boxes of a generated level, 1 to 4
 max_moves = 120             # most moves of a generated level's solution, at least 6 per box
 n_levels = 1000             # number of generated levels
@@ -73,7 +74,7 @@ HUB = 'InstaDeepAI/boxoban-levels'
 BROKEN_ARRAY = (*BROKEN, OSError, EOFError, tokenize.TokenError)  # what np.load raises
 
 
-# ----------------------------------------------------------------------------- forms of a level
+# ---- forms of a level ----
 
 
 def pack(wall: ndarray, target: ndarray, box: ndarray, agent: ndarray) -> ndarray:
@@ -148,38 +149,42 @@ def pack_codes(codes: ndarray, path: str, first: int = 0) -> ndarray:
 
 
 def check_levels(levels: ndarray, source: str) -> ndarray:
-    """Return levels, as packed ones or as boards with either channel first, as packed levels (n,
-    17) with their boxes and targets in order. Raises UserError, naming the source and the level,
-    for anything else."""
-    are_boards = levels.dtype.kind in 'iu' and levels.shape[1:] == (SIZE, SIZE, 2)
-    if not levels.size or not are_boards and (levels.dtype, levels.shape[1:]) != (np.uint8, (17,)):
-        expected = 'expected uint8 of shape (N, 17) or integers of shape (N, 10, 10, 2)'
+    """Return packed levels (n, 17) with their boxes and targets in order. Raises UserError, naming
+    the source and the level, for anything else."""
+    if not levels.size or (levels.dtype, levels.shape[1:]) != (np.uint8, (17,)):
+        expected = 'expected uint8 of shape (N, 17)'
         raise UserError(f'{source}: {expected}, found {levels.dtype} of shape {levels.shape}')
-    packed = []
-    for first in range(0, len(levels), PART):
-        part = levels[first : first + PART]
-        if are_boards and part[0, 0, 0, 0] == WALL:  # the corner: channel 1 comes first
-            part = part[..., ::-1]
-        codes = codes_of(part) if are_boards else unpack(part)
-        packed.append(pack_codes(codes, source, first))
-    return np.concatenate(packed)
+    firsts = range(0, len(levels), PART)
+    return np.concatenate([pack_codes(unpack(levels[i : i + PART]), source, i) for i in firsts])
 
 
-# ----------------------------------------------------------------------------- files
+def pack_boards(boards: ndarray, source: str) -> ndarray:
+    """Return packed levels (n, 17) of boards (n, 10, 10, 2) with either channel first. Raises
+    UserError, naming the source and the level, for anything else."""
+    if not boards.size or boards.dtype.kind not in 'iu' or boards.shape[1:] != (SIZE, SIZE, 2):
+        expected = 'expected integers of shape (N, 10, 10, 2)'
+        raise UserError(f'{source}: {expected}, found {boards.dtype} of shape {boards.shape}')
+    if boards[0, 0, 0, 0] == WALL:  # the corner: channel 1 comes first
+        boards = boards[..., ::-1]
+    firsts = range(0, len(boards), PART)
+    return np.concatenate([pack_codes(codes_of(boards[i : i + PART]), source, i) for i in firsts])
+
+
+# ---- files ----
 
 
 def parse_text(text: str, path: str) -> ndarray:
     """Return packed levels (N, 17) from Boxoban's text.
 
-    Each level is a line `; index`, ten rows of ten characters and a blank line. Raises UserError,
-    naming the path and the level, for anything else.
+    Each level is a line `; index`, ten rows of ten characters and a blank line. Blanks at the ends
+    of lines mean nothing. Raises UserError, naming the path and the level, for anything else.
     """
     head, *blocks = ('\n' + text).split('\n;')
     if head.strip() or not blocks:
         raise UserError(f'{path}: level 0 does not start with a line "; index"')
     characters = ''
     for index, block in enumerate(blocks):
-        rows = [row for row in block.split('\n')[1:] if row]
+        rows = [row for row in map(str.rstrip, block.split('\n')[1:]) if row]
         if [len(row) for row in rows] != [SIZE] * SIZE:
             raise UserError(f'{path}: level {index} is not ten rows of ten characters')
         characters += ''.join(rows)
@@ -189,33 +194,51 @@ def parse_text(text: str, path: str) -> ndarray:
     return pack_codes(cells.reshape(-1, CELLS), path)
 
 
-def read_file(path: str) -> ndarray:
-    """Return the packed levels (N, 17) of a file: Boxoban's text, or a .npy array as check_levels
-    takes it. Raises UserError if the file is damaged or holds a board that is no level."""
-    if not path.endswith('.npy'):
-        return parse_text(read_text(path), path)
+def read_array(path: str) -> ndarray:
+    """Return the array in a .npy file. Raises UserError if the file is damaged."""
     try:
-        levels = np.load(path, mmap_mode='r')  # mapped, so that a damaged header allocates nothing
+        # mapped, so that a damaged header allocates nothing
+        return np.asarray(np.load(path, mmap_mode='r'))
     except BROKEN_ARRAY as error:
         raise UserError(f'{path}: cannot be read as a .npy file ({first_line(error)})') from None
-    return check_levels(np.asarray(levels), path)
+
+
+def read_file(path: str) -> ndarray:
+    """Return the packed levels (N, 17) of a file: Boxoban's text or, in a .npy file, packed levels.
+    Raises UserError if the file is damaged or holds a board that is no level."""
+    if path.endswith('.npy'):
+        return check_levels(read_array(path), path)
+    return parse_text(read_text(path), path)
 
 
 def split_files(folder: str, split: str) -> list[str]:
     """Return the files of a split, [] if there are none.
 
-    These are SPLIT.pack17.npy; or else SPLIT.npy, as it is downloaded; or else SPLIT.txt and
-    numbered files such as SPLIT_000.txt, also with _ for -; or else those in Boxoban's own tree,
-    such as unfiltered/test/*.txt.
+    These are SPLIT.pack17.npy; or else text: SPLIT.txt and numbered files such as SPLIT_000.txt,
+    also with _ for -; or else the files in Boxoban's own tree, such as unfiltered/test/*.txt.
     """
     text = split.replace('-', '[-_]')
     tree = split.replace('-', os.sep)
-    forms = ([f'{split}.pack17.npy'], [f'{split}.npy'], [f'{text}.txt', f'{text}[-_][0-9]*.txt'])
-    for patterns in (*forms, [f'{tree}{os.sep}*.txt']):
+    for patterns in (
+        [f'{split}.pack17.npy'],
+        [f'{text}.txt', f'{text}[-_][0-9]*.txt'],
+        [f'{tree}{os.sep}*.txt'],
+    ):
         found = [path for x in patterns for path in glob.glob(x, root_dir=folder)]
         if found:
             return [os.path.join(folder, path) for path in sorted(found)]
     return []
+
+
+def download_split(folder: str, split: str) -> None:
+    """Download Jumanji's copy of a split, an array of boards, and write it as SPLIT.pack17.npy."""
+    name = f'{split}.npy'
+    print(f'downloading {name} of {HUB}', flush=True)
+    call_hub('hf_hub_download', HUB, name, local_dir=folder)
+    path = os.path.join(folder, name)
+    levels = pack_boards(read_array(path), path)
+    write_atomic(os.path.join(folder, f'{split}.pack17.npy'), lambda file: np.save(file, levels))
+    os.unlink(path)
 
 
 def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[ndarray, str]:
@@ -234,13 +257,12 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
         raise UserError(f'{split!r}: no such file; a split has a name such as unfiltered-train')
     else:
         if download and not split_files(folder, split):
-            print(f'downloading {split}.npy of {HUB}', flush=True)
-            call_hub('hf_hub_download', HUB, f'{split}.npy', local_dir=folder)
+            download_split(folder, split)
         paths = split_files(folder, split)
         files = '1 file' if len(paths) == 1 else f'{len(paths)} files'
         source = f'{split} from {files} in {folder}'
     if not paths:
-        missing = f'no {split}.npy, {split}.txt or {split}_000.txt'
+        missing = f'no {split}.pack17.npy, {split}.txt or {split}_000.txt'
         command = f'python levels.py --split={split} --download=True --levels_dir="{folder}"'
         advice = f"`{command}` downloads {split}; the split 'generated' needs no files"
         raise UserError(f'{folder}: {missing}: {advice}')
@@ -264,7 +286,7 @@ def warn_of_repeats(levels: ndarray, text: str, known: ndarray | None = None) ->
         print0(f'warning: {len(found):,} of {len(levels):,} {text}: numbers {numbers}')
 
 
-# ----------------------------------------------------------------------------- levels by settings
+# ---- levels by settings ----
 
 
 def select_levels(settings: dict, evaluation: bool = False) -> tuple[ndarray, str]:
@@ -295,7 +317,7 @@ def load_level_sets(settings: dict) -> tuple[tuple[ndarray, str], tuple[ndarray,
     return training, evaluation
 
 
-# ----------------------------------------------------------------------------- the generator
+# ---- the generator ----
 
 
 def carve(N: int, rng: Generator) -> ndarray:
@@ -430,7 +452,7 @@ def generate(
     return np.stack(levels[:n]), solutions[:n]
 
 
-# ----------------------------------------------------------------------------- pictures
+# ---- pictures ----
 
 COLORS = {
     'floor': (240, 234, 220),
@@ -521,7 +543,7 @@ def save_gif(frames: list[ndarray], path: str, ms: int = 150) -> None:
     write_atomic(path, lambda file: first.save(file, format='GIF', **options))
 
 
-# ----------------------------------------------------------------------------- script
+# ---- script ----
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ EASY = {
 }
 
 
-# ----------------------------------------------------------------------------- one game
+# ---- one game ----
 
 
 class Game(NamedTuple):
@@ -116,7 +116,7 @@ def read_plans(features: Tensor) -> ndarray:
     return plans
 
 
-# ----------------------------------------------------------------------------- the terminal
+# ---- the terminal ----
 
 # {Boxoban's character: (symbol of two columns, number of its color, name)}. Color-blind readers can
 # tell the colors apart, and the symbols differ in shape too.
@@ -239,7 +239,7 @@ def print_game(agent: Agent, levels: ndarray, device: str, time_limit: int) -> N
         print(game.outcome if is_last else f'level {level}, step {t}', flush=True)
 
 
-# ----------------------------------------------------------------------------- the script
+# ---- the script ----
 
 
 def main() -> None:

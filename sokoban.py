@@ -35,7 +35,7 @@ LEVEL_STREAM, ACTION_STREAM, EVALUATION_STREAM = 0, 1, 2
 AHEAD = np.array(DELTA)[:, None] * np.arange(3)  # (4, 3), see SokobanEnv
 
 
-# ----------------------------------------------------------------------------- random numbers
+# ---- random numbers ----
 
 
 def shift_right(x: Tensor, n: int) -> Tensor:
@@ -75,7 +75,7 @@ def sample_actions(logits: Tensor, random: Tensor) -> Tensor:
     return (u[:, None] >= F.softmax(logits.float(), -1).cumsum(-1)[:, :-1]).sum(-1)
 
 
-# ----------------------------------------------------------------------------- the environment
+# ---- the environment ----
 
 
 class SokobanEnv:
@@ -246,7 +246,7 @@ def replay(levels: ndarray, actions: ndarray) -> ndarray:
     return np.stack(boards, 1)
 
 
-# ----------------------------------------------------------------------------- evaluation
+# ---- evaluation ----
 #
 # A policy has three methods, like convlstm.Agent:
 #

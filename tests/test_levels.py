@@ -1,6 +1,7 @@
 """Test levels.py: levels as text, packed and downloaded; the levels of a run; the generator by
 replay."""
 
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -43,7 +44,7 @@ def numbered(boards):
 BOARD = text('#@$.  #  #', '# $* $.  #', '# .      #')
 EASY = text('#$.     @#')
 
-# ----------------------------------------------------------------------------- text and arrays
+# ---- text and packed levels ----
 
 
 def test_text_is_packed_and_unpacked():
@@ -72,18 +73,26 @@ def test_malformed_text_is_refused_by_file_and_level(old, new, message):
     assert_refused(f'^a.txt: {message}', parse_text, boards.replace(old, new, 1), 'a.txt')
 
 
-def test_arrays_are_read_or_refused_by_file_and_level(tmp_path, monkeypatch):
+@pytest.mark.parametrize('end', [' ', ' \t', '\r'])
+def test_blanks_at_the_ends_of_lines_mean_nothing(end, tmp_path):
+    """Editors leave them, and files from Windows have a carriage return there."""
+    boards = numbered([EASY, BOARD])
+    (tmp_path / 'a.txt').write_text(boards.replace('\n', f'{end}\n'), newline='')
+    assert np.array_equal(read_file(f'{tmp_path}/a.txt'), parse_text(boards, 'x'))
+
+
+def test_packed_levels_are_read_or_refused_by_file_and_level(tmp_path, monkeypatch):
     monkeypatch.setattr(boxoban, 'PART', 2)  # a level keeps its number in a file of several parts
     path = f'{tmp_path}/p.npy'
     levels = generate(5, 4, 3)[0]
-    for same in (levels, observations(levels), observations(levels)[..., ::-1].astype(int)):
-        np.save(path, same)
-        assert np.array_equal(read_file(path), levels)
+    np.save(path, levels)
+    assert np.array_equal(read_file(path), levels)
     broken = levels.copy()
     broken[3, 16] = levels[3, 13]  # the agent stands on a box
     for array, message in (
         (broken, 'level 3 has a character that is none of'),
         (levels[:, :9], r'expected uint8 of shape \(N, 17\)'),
+        (observations(levels), r'expected uint8 of shape \(N, 17\), found .* \(5, 10, 10, 2\)'),
     ):
         np.save(path, array)
         assert_refused(f'^{path}: {message}', read_file, path)
@@ -97,12 +106,12 @@ def test_the_real_levels_are_read():
     assert len(load_levels(str(BOXOBAN), 'unfiltered-valid')[0]) == 100_000
 
 
-# ----------------------------------------------------------------------------- splits
+# ---- splits ----
 
 
 def test_a_split_is_found_in_each_of_its_forms(tmp_path):
     """Each file holds one level. Later forms have precedence; other splits are left out."""
-    levels = generate(6, 3, 1)[0]
+    levels = generate(5, 3, 1)[0]
     (tmp_path / 'unfiltered' / 'test').mkdir(parents=True)
     (tmp_path / 'unfiltered_tests.txt').touch()
     (tmp_path / 'unfiltered_test_a.txt').touch()
@@ -112,8 +121,7 @@ def test_a_split_is_found_in_each_of_its_forms(tmp_path):
         ('unfiltered/test/001.txt', [0, 1]),
         ('unfiltered-test.txt', [2]),
         ('unfiltered_test_012.txt', [2, 3]),
-        ('unfiltered-test.npy', [4]),
-        ('unfiltered-test.pack17.npy', [5]),
+        ('unfiltered-test.pack17.npy', [4]),
     )):  # fmt: skip
         if name.endswith('.npy'):
             np.save(tmp_path / name, levels[[i]])
@@ -122,29 +130,54 @@ def test_a_split_is_found_in_each_of_its_forms(tmp_path):
         assert np.array_equal(load_levels(str(tmp_path), 'unfiltered-test')[0], levels[found])
 
 
-def test_only_a_missing_split_is_downloaded(tmp_path, monkeypatch):
-    """The second call finds the download; 'hard' is in a file of the user."""
-    levels = generate(6, 4, 9)[0]
-    np.save(tmp_path / 'hard.npy', levels[:2])
-    calls = []
+@pytest.fixture
+def hub(monkeypatch):
+    """Let the Hub have the arrays in this dict, by file; return it and the list of downloads."""
+    arrays, calls = {}, []
 
     def hf_hub_download(repo_id, filename, local_dir):
         calls.append((repo_id, filename))
-        np.save(f'{local_dir}/{filename}', observations(levels))
+        np.save(f'{local_dir}/{filename}', arrays[filename])
 
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
+    return arrays, calls
+
+
+def test_only_a_missing_split_is_downloaded(tmp_path, hub):
+    """The second call finds the download; 'hard' is in a file of the user."""
+    arrays, calls = hub
+    levels = generate(6, 4, 9)[0]
+    np.save(tmp_path / 'hard.pack17.npy', levels[:2])
+    arrays['medium-valid.npy'] = observations(levels)
     for split, n in (('medium-valid', 6), ('medium-valid', 6), ('hard', 2)):
         assert np.array_equal(load_levels(str(tmp_path), split, download=True)[0], levels[:n])
     assert calls == [('InstaDeepAI/boxoban-levels', 'medium-valid.npy')]
 
 
+def test_a_download_is_written_as_packed_levels(tmp_path, hub, monkeypatch):
+    """The Hub's arrays have the walls in channel 0. A board that is no level is named."""
+    monkeypatch.setattr(boxoban, 'PART', 2)
+    levels = generate(5, 4, 3)[0]
+    boards = observations(levels)[..., ::-1].copy()
+    hub[0]['hard.npy'] = boards
+    load_levels(str(tmp_path), 'hard', download=True)
+    assert os.listdir(tmp_path) == ['hard.pack17.npy']
+    assert np.array_equal(np.load(tmp_path / 'hard.pack17.npy'), levels)
+    boards[3, 0, 0, 0] = 0
+    hub[0]['medium-train.npy'] = boards
+    message = r'medium-train\.npy: level 3 is not walled in'
+    assert_refused(message, load_levels, str(tmp_path), 'medium-train', download=True)
+
+
 def test_missing_levels_are_refused_with_the_command_that_downloads_them(tmp_path):
-    missing = f'^{tmp_path}/a b: no hard.npy, hard.txt or hard_000.txt: `python levels.py .*--down'
+    missing = (
+        f'^{tmp_path}/a b: no hard.pack17.npy, hard.txt or hard_000.txt: `python levels.py .*--down'
+    )
     assert_refused(missing, load_levels, f'{tmp_path}/a b', 'hard')
     assert_refused("^'none.npy': no such file", load_levels, str(tmp_path), 'none.npy')
 
 
-# ----------------------------------------------------------------------------- the levels of a run
+# ---- the levels of a run ----
 
 
 def test_a_run_has_all_training_and_the_first_evaluation_levels(tmp_path, monkeypatch, capsys):
@@ -168,7 +201,7 @@ def test_a_run_has_all_training_and_the_first_evaluation_levels(tmp_path, monkey
     )
 
 
-# ----------------------------------------------------------------------------- the generator
+# ---- the generator ----
 
 
 @pytest.mark.parametrize('boxes', [1, 4])

@@ -52,7 +52,7 @@ def play(monkeypatch, capsys):
     return run
 
 
-# ----------------------------------------------------------------------------- solve rates, exports
+# ---- solve rates, exports ----
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +112,7 @@ def test_a_policy_of_the_user_is_measured_on_all_levels(folder, play):
     assert play('--policy=user_policy:right', '--levels=levels.txt') == line
 
 
-# ----------------------------------------------------------------------------- games
+# ---- games ----
 
 
 def test_a_game_is_printed_or_written_as_a_gif(folder, play):
@@ -169,7 +169,7 @@ def test_a_signal_ends_the_reading_of_keys_and_leaves_the_terminal_as_it_was(mon
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # keyboard() ignores ctrl-Z
 
 
-# ----------------------------------------------------------------------------- plans, pictures
+# ---- plans, pictures ----
 
 
 def test_plans_are_the_predictions_of_the_probe_above_its_threshold(tmp_path):
@@ -238,7 +238,7 @@ def test_arrows_point_where_the_plan_does_and_wrong_ones_look_different():
     assert changed_cells(picture, plan_image(board, plan, truth=np.zeros_like(plan))) == [[1, 5]]
 
 
-# ----------------------------------------------------------------------------- mistakes
+# ---- mistakes ----
 
 MISTAKES = {
     '--out_dir=agent --policy=a:b': 'name one: ',

@@ -23,7 +23,7 @@ def env_on(*boards, **options):
     return SokobanEnv(parse_text(numbered(boards), 'test'), 1, order='sequence', **options)
 
 
-# ----------------------------------------------------------------------------- the environment
+# ---- the environment ----
 
 
 @pytest.mark.parametrize('limit', [TIME_LIMIT, 7])
@@ -60,7 +60,7 @@ def test_replay_shows_every_board_and_resets_none():
     assert rows == ['#@$.     #', '# @*     #', '#@ *     #']
 
 
-# ----------------------------------------------------------------------------- evaluation
+# ---- evaluation ----
 
 
 def test_an_evaluation_counts_each_level_once():

@@ -92,7 +92,7 @@ def test_what_is_no_action_is_refused():
     assert env.step(np.int64(RIGHT))[2] is True  # solved
 
 
-# ----------------------------------------------------------------------------- Jumanji
+# ---- Jumanji ----
 
 
 @jumanji
