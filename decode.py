@@ -145,14 +145,17 @@ def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p:
 
     With p the softmax of what is left and noise from Exp(1), the argmax of p / noise is distributed
     as p."""
+    scaled = logits / temperature
     if 0 < top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    logits = logits / temperature
+        scaled = scaled.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
-        p, order = F.softmax(logits, -1).sort(descending=True)
+        p, order = F.softmax(scaled, -1).sort(descending=True)
         beyond = p.cumsum(-1) - p >= top_p  # likelier tokens already add up to top_p
-        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
-    return (logits - noise.log()).argmax(-1)
+        scaled = scaled.masked_fill(beyond.scatter(-1, order, beyond), -math.inf)
+    # Noise of 0, which Apple's GPUs draw, would choose an unlikely token, because -log(0) is inf,
+    # and one that was left out, because -inf + inf is NaN. So the noise is at least the distance
+    # between random numbers in fp32.
+    return (scaled - noise.clamp(min=2**-24).log()).argmax(-1)
 
 
 @fused

@@ -376,12 +376,18 @@ def load_policy(name: str) -> StatelessPolicy:
 
 
 def check_actions(actions: object, N: int, source: str) -> ndarray:
-    """Return actions as an array (N,) int64. Raises UserError, naming the source, unless they are N
-    integers from 0 to 3."""
-    found = np.asarray(actions)
-    if found.dtype.kind not in 'iu' or found.shape != (N,) or not np.isin(found, range(4)).all():
-        text = f'{found.ravel()[:3]}, {found.dtype} of shape {found.shape}'
-        raise UserError(f'{source}: expected integers from 0 to 3 of shape ({N},), found {text}')
+    """Return actions as an array (N,) int64. Raises UserError, naming the source and the first
+    wrong action, unless they are N integers from 0 to 3."""
+    expected = f'{source}: expected integers from 0 to 3 of shape ({N},)'
+    try:
+        found = np.asarray(actions)
+    except (TypeError, ValueError) as error:  # rows of several lengths, a tensor on a GPU
+        raise UserError(f'{expected}: {first_line(error)}') from None
+    if found.dtype.kind not in 'iu' or found.shape != (N,):
+        raise UserError(f'{expected}, found {found.dtype} of shape {found.shape}')
+    wrong = np.flatnonzero((found < 0) | (found > 3))
+    if wrong.size:
+        raise UserError(f'{expected}, found {found[wrong[0]]} at index {wrong[0]}')
     return found.astype(np.int64)
 
 

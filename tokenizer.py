@@ -115,8 +115,9 @@ class Tokenizer:
         text = text.encode(errors='replace').decode()
         try:
             ids = np.asarray(self.encode_array(text))
-            if len(ids) and not 0 <= ids.min() <= ids.max() < self.eot:
-                raise ValueError(f'id {ids.max()} is outside the vocabulary, below {self.eot}')
+            wrong = ids[(ids < 0) | (ids >= self.eot)]
+            if len(wrong):
+                raise ValueError(f'id {wrong[0]} is not in the vocabulary, 0 to {self.eot - 1}')
         except ValueError as error:
             raise UserError(f'{len(text)} characters cannot be tokenized: {error}') from None
         start = np.full(int(is_start), self.eot, self.dtype)

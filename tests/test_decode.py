@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sample
 from decode import Decoder
+from decode import sample as sample_token
 from model import GPT, RecurrentGPT, State
 from tokenizer import get_tokenizer
 
@@ -167,6 +168,22 @@ def test_samples_follow_the_softmax(temperature, top_k, top_p):
     # within 5 standard deviations, and two of the rarest
     assert (excess.abs() <= 5 * (B * p * (1 - p)).sqrt() + 2).all(), excess
     assert counts[kept].sum() == B
+
+
+@pytest.mark.parametrize('temperature, top_k, top_p', [
+    (0.8, 5, 1), (0.8, 0, 0.5), (0.8, 0, 1), (math.inf, 5, 1),
+])  # fmt: skip
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_noise_of_zero_chooses_no_token_that_is_left_out_or_unlikely(
+    temperature, top_k, top_p, dtype
+):
+    """Apple's GPUs draw zeros from Exp(1). Token 0 is the likeliest of 256, by a factor of e^20
+    over the last one at a temperature of 0.8."""
+    logits = torch.arange(256.0, 0, -1).to(dtype)[None] / 16
+    for token in (0, 255):
+        noise = torch.ones(1, 256, dtype=dtype)
+        noise[0, token] = 0
+        assert sample_token(logits, noise, temperature, top_k, top_p) == 0
 
 
 @devices

@@ -82,9 +82,16 @@ def test_an_evaluation_depends_on_its_seed_and_not_on_its_batches(monkeypatch):
     assert not torch.equal(played[1]['actions'], again['actions'])
 
 
-@pytest.mark.parametrize('actions', [[1], [0, 4], [0.0, 1.0]], ids=str)
-def test_what_is_no_action_is_refused(actions):
-    assert_refused('^name: expected integers from 0 to 3', check_actions, actions, 2, 'name')
+@pytest.mark.parametrize('actions, found', [
+    ([1, 2], r'int64 of shape \(2,\)'),
+    ([0.0, 1.0, 2.0, 3.0], 'float64'),
+    ([3, 2, 0, 7], '7 at index 3'),
+    ([3, -1, 0, 7], '-1 at index 1'),
+    ([[0], [1, 2], [3], []], 'inhomogeneous shape'),
+], ids=str)  # fmt: skip
+def test_what_is_no_action_is_refused_and_shown(actions, found):
+    message = rf'^name: expected integers from 0 to 3 of shape \(4,\).*{found}'
+    assert_refused(message, check_actions, actions, 4, 'name')
 
 
 def train_with_downloads(folder):

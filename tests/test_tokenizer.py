@@ -131,10 +131,11 @@ def test_a_run_of_a_million_characters_is_tokenized(run):
     assert tokenizer.decode_bytes(tokenizer.encode(whole)) == whole.encode()
 
 
-@pytest.mark.parametrize('ids', [[255], [-1]])
-def test_an_id_that_does_not_fit_is_refused_and_not_cast(ids):
+@pytest.mark.parametrize('ids, wrong', [([255], 255), ([7, -1, 9], -1)])
+def test_an_id_that_does_not_fit_is_refused_and_not_cast(ids, wrong):
     tokenizer = Tokenizer(Vocabulary(256, 255, 1.0, lambda: (lambda text: ids, [])))
-    assert_refused('1 characters cannot be tokenized: .* outside', tokenizer.encode, 'a')
+    message = f'1 characters cannot be tokenized: id {wrong} is not in the vocabulary, 0 to 254'
+    assert_refused(message, tokenizer.encode, 'a')
 
 
 @pytest.mark.parametrize('name', ['gpt2', 'bytes'])
