@@ -10,10 +10,12 @@ An episode is terminated when it is solved and, with time_limit, after that many
 value is bootstrapped there: the rule of Jumanji and the paper. It is truncated, as usual in
 Gymnasium, after max_episode_steps, 120 by default; -1: never.
 
-make_vec plays all its boards in one SokobanEnv, more than ten times as fast as SyncVectorEnv does.
-A board that is done is reset in the same step. As in SyncVectorEnv, infos then has `final_obs` and
-`final_info`, and reset takes the option `reset_mask`; infos['solved'] is of this step, on all
-boards.
+make_vec plays all its boards in one SokobanEnv, more than ten times as fast as SyncVectorEnv, and
+does as that does: reset takes the option `reset_mask`, and make_vec `autoreset_mode`, which says
+when a board starts again whose episode has ended. With 'NextStep', the default, that is the next
+step, whose action it ignores; with 'SameStep' the same step, in whose infos `final_obs` and
+`final_info` are those of the end (Gymnasium's wrappers of observations refuse this mode); with
+'Disabled', by `reset_mask`.
 """
 
 import functools
@@ -24,6 +26,7 @@ from configurator import UserError
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy import ndarray
@@ -71,6 +74,13 @@ def make_boards(
     return SokobanEnv(levels, N, time_limit=time_limit)
 
 
+def play(boards: SokobanEnv, actions: ndarray) -> tuple[ndarray, ndarray, ndarray]:
+    """Play actions (N,) int64; return rewards (N,) float64, exact to a tenth, and whether the
+    episodes are done and solved, (N,) bool each."""
+    reward, done, solved = (x.numpy() for x in boards.move(torch.from_numpy(actions)))
+    return reward.astype(np.float64).round(1), done, solved
+
+
 def draw(board: ndarray, render_mode: str | None) -> str | ndarray | None:
     """Return a board as text or as a picture (240, 240, 3) uint8."""
     if render_mode == 'rgb_array':
@@ -88,6 +98,7 @@ class GymEnv(gymnasium.Env):
         self.boards = make_boards(1, render_mode, **options)
         self.render_mode = render_mode
         self.action_space = gymnasium.spaces.Discrete(4)  # seeding it affects no other environment
+        self.ended = True  # no episode is being played
 
     def observe(self) -> ndarray:
         """Return the board (10, 10, 2)."""
@@ -98,11 +109,15 @@ class GymEnv(gymnasium.Env):
     ) -> tuple[ndarray, dict]:
         super().reset(seed=seed)
         self.boards.restart(int(self.np_random.integers(1 << 62)))
+        self.ended = False
         return self.observe(), {}
 
     def step(self, action: int) -> tuple[ndarray, float, bool, bool, dict]:
-        actions = torch.from_numpy(check_actions([action], 1, 'action'))
-        reward, done, solved = (x.item() for x in self.boards.move(actions))
+        actions = check_actions([action], 1, 'action')
+        if self.ended:
+            raise ResetNeeded('step: call reset first, and after the end of an episode')
+        reward, done, solved = (x.item() for x in play(self.boards, actions))
+        self.ended = done
         return self.observe(), reward, done, False, {'solved': solved}
 
     def render(self) -> str | ndarray | None:
@@ -113,7 +128,6 @@ class GymVectorEnv(VectorEnv):
     """num_envs boards of one SokobanEnv as a Gymnasium vector environment. options: see
     make_boards."""
 
-    metadata = {**METADATA, 'autoreset_mode': AutoresetMode.SAME_STEP}
     single_observation_space, single_action_space = OBSERVATIONS, ACTIONS
 
     def __init__(
@@ -121,13 +135,26 @@ class GymVectorEnv(VectorEnv):
         num_envs: int = 1,
         render_mode: str | None = None,
         max_episode_steps: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         **options: object,
     ):
+        try:
+            self.mode = AutoresetMode(autoreset_mode)
+        except ValueError:
+            modes = ', '.join(repr(mode.value) for mode in AutoresetMode)
+            raise UserError(f'autoreset_mode = {autoreset_mode!r}: expected {modes}') from None
+        self.max_steps = TIME_LIMIT if max_episode_steps is None else max_episode_steps
+        if self.max_steps == -1:
+            self.max_steps = math.inf
+        for name, value in (('num_envs', num_envs), ('max_episode_steps', self.max_steps)):
+            if value < 1:
+                raise UserError(f'{name} = {value}: must be at least 1')
+        self.metadata = {**METADATA, 'autoreset_mode': self.mode}
         self.boards = make_boards(num_envs, render_mode, **options)
         self.num_envs, self.render_mode = num_envs, render_mode
-        self.max_steps = math.inf if max_episode_steps == -1 else max_episode_steps or TIME_LIMIT
         self.observation_space = batch_space(OBSERVATIONS, num_envs)
         self.action_space = batch_space(ACTIONS, num_envs)
+        self.ended = None  # (num_envs,) bool: which episodes have ended; None before `reset`
 
     def observe(self) -> ndarray:
         """Return the boards (num_envs, 10, 10, 2)."""
@@ -137,24 +164,39 @@ class GymVectorEnv(VectorEnv):
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[ndarray, dict]:
         """Start all boards again, or those where options['reset_mask'] (num_envs,) bool is true."""
+        everywhere = np.ones(self.num_envs, bool)
+        mask = np.asarray((options or {}).get('reset_mask', everywhere))
+        if mask.dtype != bool or mask.shape != (self.num_envs,) or not mask.any():
+            expected = f'expected bool of shape ({self.num_envs},), not all False'
+            raise UserError(f'reset_mask: {expected}, found {mask.dtype} of shape {mask.shape}')
+        if self.ended is None and not mask.all():
+            raise ResetNeeded('reset_mask: call reset for all boards first')
         super().reset(seed=seed)
-        mask = np.asarray((options or {}).get('reset_mask', np.ones(self.num_envs, bool)))
-        if mask.dtype != bool or mask.shape != (self.num_envs,):
-            raise UserError(f'reset_mask: expected bool of shape ({self.num_envs},)')
+        self.ended = (everywhere if self.ended is None else self.ended) & ~mask
         self.boards.restart(int(self.np_random.integers(1 << 62)), torch.from_numpy(mask))
         return self.observe(), {}
 
     def step(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray, dict]:
-        actions = torch.from_numpy(check_actions(actions, self.num_envs, 'actions'))
-        reward, done, solved = (x.numpy() for x in self.boards.move(actions))
+        actions = check_actions(actions, self.num_envs, 'actions')
+        if self.ended is None:
+            raise ResetNeeded('step: call reset first')
+        starts = self.ended  # boards that start again instead of moving
+        if self.mode == AutoresetMode.DISABLED and starts.any():
+            boards = np.flatnonzero(starts).tolist()
+            raise ResetNeeded(f'step: the episodes of boards {boards} have ended: see reset_mask')
+        reward, done, solved = play(self.boards, actions)
+        self.boards.reset(torch.from_numpy(starts))
+        reward[starts], done[starts], solved[starts] = 0, False, False
         truncated = (self.boards.steps >= self.max_steps).numpy()
-        ended = done | truncated
-        infos = {'solved': solved, '_solved': np.ones(self.num_envs, bool)}
-        final_obs = self.observe()
-        for i in np.flatnonzero(ended):
-            final = {'final_obs': final_obs[i], 'final_info': {'solved': bool(solved[i])}}
-            infos = self._add_info(infos, final, i)
-        self.boards.reset(torch.from_numpy(ended))
+        self.ended = done | truncated
+        infos = {'solved': solved, '_solved': ~starts}
+        if self.mode == AutoresetMode.SAME_STEP:
+            final_obs = self.observe()
+            for i in np.flatnonzero(self.ended):
+                final = {'final_obs': final_obs[i], 'final_info': {'solved': bool(solved[i])}}
+                infos = self._add_info(infos, final, i)
+            self.boards.reset(torch.from_numpy(self.ended))
+            self.ended = np.zeros(self.num_envs, bool)
         return self.observe(), reward, done, truncated, infos
 
     def render(self) -> tuple:
