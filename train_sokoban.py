@@ -54,7 +54,7 @@ from support.files import write_json
 from support.packages import need_packages
 from support.plots import plot_returns
 from support.ranks import Gradients, fill, gather, print0
-from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
+from support.run_folder import BEST, WEIGHTS, RunFolder, Stopper, restoring, settings_of
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -129,10 +129,11 @@ RANGES = {
 MODEL_SETTINGS = tuple(
     f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype'
 )
-# What a resumed run keeps; the command line may change every other setting.
+# What a resumed run keeps, besides its training levels, whose file may have moved; the command line
+# may change every other setting.
 FIXED = (
     *MODEL_SETTINGS,
-    *('split', 'n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'time_limit', 'unroll'),
+    *('n_levels', 'n_boxes', 'max_moves', 'env', 'n_envs', 'time_limit', 'unroll'),
     *('seed', 'init_from'),
 )
 STATS = ('loss', 'policy_loss', 'value_loss', 'entropy', 'explained_variance')
@@ -316,7 +317,8 @@ def main(config: Settings) -> int:
             f'{metadata["n"]:,} levels ({eval_line}), mean return {result["return"]:.2f}, '
             f'{result["steps"]:.0f} steps'
         )
-        if rank == 0:
+        is_export = folder.path_of_saved.name == WEIGHTS  # nothing is written into its folder
+        if rank == 0 and not is_export:
             name = re.sub(r'\W+', '-', os.path.splitext(levels or eval_split)[0]).strip('-')
             path = os.path.join(out_dir, f'eval_{name}.json')
             record = {**metadata, 'time_limit': time_limit, **result}
@@ -399,7 +401,7 @@ def main(config: Settings) -> int:
     ended_since, last_1000, sums, logged_step, logged_seconds = [], [], {}, 0, 0.0
     if saved := folder.saved:
         if saved.get('levels_crc') != levels_crc:
-            advice = 'give the same levels_dir, or another out_dir'
+            advice = 'give the same split and levels_dir, or another out_dir'
             raise UserError(f'{folder.path_of_saved}: was trained on other levels: {advice}')
         with restoring(folder.path_of_saved):
             step, seconds = saved['step'], saved['seconds']

@@ -180,24 +180,27 @@ def test_a_run_writes_its_log_config_curve_and_checkpoints(finished_run):
     assert {'curve.png', LAST, PREV, 'best'} <= {path.name for path in finished_run.iterdir()}
 
 
-def test_eval_only_evaluates_a_run_or_an_export(finished_run, tmp_path):
+def test_eval_only_evaluates_a_run_or_an_export(finished_run, tmp_path, capsys):
     """On the levels of the run it repeats the last evaluation, or that of the best agent. It has
     the time limit of the run unless that is set. A file of levels is evaluated as a whole, and its
-    result has the whole path in its name."""
+    result has the whole path in its name. Nothing is written into the folder of an export."""
     np.save(tmp_path / 'x.npy', generate(12, 1, 3, 6)[0])
+    evaluate = ['--eval_only=True', '--device=cpu', f'--out_dir={finished_run}']
+    assert call(train_sokoban, *evaluate) == 0
+    assert call(train_sokoban, *evaluate, f'--levels={tmp_path}/x.npy', '--time_limit=3') == 0
+    (of_file,) = finished_run.glob(f'eval_*{tmp_path.name}-x.json')
+    a = json.loads((finished_run / 'eval_generated.json').read_text())
+    b = json.loads(of_file.read_text())
+    expected = read_log(finished_run)[-1]['eval_return']
+    assert (a['return'], a['n'], a['time_limit']) == (expected, 6, 5)
+    assert (b['n'], b['time_limit']) == (12, 3) and b['steps'] <= 3
+
     best = finished_run / 'best'
-    returns = {
-        finished_run: read_log(finished_run)[-1]['eval_return'],
-        best: settings_of(best)['best'],
-    }
-    for folder, expected in returns.items():
-        argv = [f'--out_dir={folder}', '--eval_only=True', '--device=cpu']
-        assert call(train_sokoban, *argv) == 0
-        assert call(train_sokoban, *argv, f'--levels={tmp_path}/x.npy', '--time_limit=3') == 0
-        (of_file,) = folder.glob(f'eval_*{tmp_path.name}-x.json')
-        a, b = (json.loads(path.read_text()) for path in (folder / 'eval_generated.json', of_file))
-        assert (a['return'], a['n'], a['time_limit']) == (expected, 6, 5)
-        assert (b['n'], b['time_limit']) == (12, 3) and b['steps'] <= 3
+    before = set(best.iterdir())
+    capsys.readouterr()
+    assert call(train_sokoban, *evaluate[:2], f'--out_dir={best}') == 0
+    assert f', mean return {settings_of(best)["best"]:.2f}, ' in capsys.readouterr().out
+    assert set(best.iterdir()) == before
 
 
 def test_captured_updates_use_the_same_memory(finished_run, tmp_path, monkeypatch):
@@ -352,6 +355,17 @@ def test_resume_refuses_other_settings_and_other_levels(tmp_path, capfd):
     assert 'was trained with n_levels = 20' in refusal(n_levels=60)
     np.save(levels, generate(12, 1, 4, 6)[0])
     assert 'was trained on other levels' in refusal()
+    assert 'was trained on other levels' in refusal(split='generated')
+
+
+def test_a_run_resumes_when_its_file_of_levels_has_moved(tmp_path, capsys):
+    levels, moved, out = tmp_path / 'x.npy', tmp_path / 'y.npy', tmp_path / 'run'
+    np.save(levels, generate(12, 1, 3, 6)[0])
+    assert run_agent(out, split=levels, total_steps=24) == 0
+    levels.rename(moved)
+    assert run_agent(out, split=moved, total_steps=48, resume=True) == 0
+    assert f"split = '{moved}'  (the run had '{levels}')" in capsys.readouterr().out
+    assert read_log(out)[-1]['step'] == 4
 
 
 MISTAKES = [
