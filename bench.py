@@ -4,6 +4,7 @@
     python bench.py --suite=train --contexts=32,64,128,256,1024,2048      # all of the second
     torchrun --standalone --nproc_per_node=4 bench.py --suite=train       # on four GPUs
     python bench.py --modes=plain,eager,compiled                          # modes side by side
+    python bench.py --modes=compiled,no_attention,no_experts,no_loss      # what each kernel gains
     python bench.py --suite=sokoban                                       # agents
 
 decode     one token for each of `streams` streams, with caches of W = C entries that are full
@@ -14,14 +15,15 @@ sokoban    an update of train_sokoban.py on generated levels, with its rollout
 
 The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
 expert each. The modes are `plain` (autograd over the equations, step by step), `eager` (unroll.py,
-decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton overrides that are faster).
-On a CPU the modes of a cell take turns, so that changes in the machine's speed affect all.
+decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton overrides that agree). On a
+GPU there are also `no_attention`, `no_experts` and `no_loss`, which are `compiled` without the
+override of this name, and `no_overrides`. On a CPU the modes of a cell take turns, so that changes
+in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 Targets are modeled, not measured. That all modes compute the same is tested in tests/.
 """
 
-import contextlib
 import csv
 import gc
 import itertools
@@ -45,7 +47,7 @@ from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
 from levels import generate
 from model import ModelConfig, State, build_model, randomize
-from sokoban import ACTION_STREAM, SokobanEnv, board_keys, random_bits, sample_actions
+from sokoban import SokobanEnv
 from support import ranks
 from support.compiling import fused, graphed
 from support.files import write_json, write_text
@@ -57,7 +59,7 @@ from unroll import release
 # fmt: off
 # what
 suite = ''         # 'decode', 'train' or 'sokoban'; '' = decode and train
-modes = ''         # of plain, eager, compiled; '' = compiled on a GPU, plain,eager on a CPU
+modes = ''         # of the modes above; '' = compiled on a GPU, plain,eager on a CPU
                    # (agents: eager, which is the same as plain)
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
@@ -87,7 +89,7 @@ RANGES = {
     'threads': (0, 1024),
     **dict.fromkeys(('streams', 'n_envs', 'unroll', 'rounds', 'contexts'), (1, math.inf)),
 }
-MODES = ('plain', 'eager', 'compiled')
+MODES = ('plain', 'eager', 'compiled', 'no_attention', 'no_experts', 'no_loss', 'no_overrides')
 # The paper's shapes; it trains no recurrent model of 16 layers.
 SHAPES = {'train': ((1, 16), (2, 8), (4, 4), (8, 2))}
 SHAPES['decode'] = (*SHAPES['train'], (16, 1))
@@ -160,18 +162,22 @@ def read_sizes(name: str, n: int) -> tuple[tuple[int, ...], ...]:
 
 # ---- what is measured ----
 # Each function sets a cell up in one mode, with random weights and inputs, and returns run(), the
-# call to be timed. graphs: a dict for CUDA graphs, None = run eagerly.
+# call to be timed, and the names of the Triton overrides in use. graphs: a dict for CUDA graphs,
+# None = run eagerly.
 
 
-def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
-    """Set up an update of train_lm.py."""
+def allowed_overrides(mode: str) -> set[str]:
+    """Return the names of the Triton overrides that a mode may use."""
+    left_out = mode.removeprefix('no_')
+    return set() if left_out == 'overrides' else {'attention', 'experts', 'loss'} - {left_out}
+
+
+def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
+    """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
     model = build_model(cell.config(mode), cell.model == 'recurrent')
-    with torch.no_grad():
-        model = randomize(model).to(machine.device)  # processors may be faster at zeros
+    model = randomize(model).to(machine.device)  # processors may be faster at zeros
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
-    for group in [*muon.param_groups, *adamw.param_groups]:
-        group['lr'].zero_()  # so that all updates of all modes are the same work
     grads = Gradients(model.parameters())
     (loss,) = grads.extra
     norm = torch.zeros((), device=machine.device)
@@ -179,62 +185,44 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     stream = Stream(
         model, B, T, compute_dtype=machine.compute_dtype, carries=model.recurrent, graphs=graphs
     )
-    chunk = stream.backward_chunk(1.0, loss)
-    spare = 8 * sum(p.numel() for p in model.parameters())
-    if graphs is not None:
-        spare += 0.05 * torch.cuda.mem_get_info(machine.device)[1]
-    stream.choose_rows(chunk, spare)
-    if graphs is not None and fused.enabled:
-        import kernels  # needs triton
-
-        for line in kernels.choose_overrides(model, stream.rows, machine.compute_dtype):
-            print0(line)
-        stream.choose_rows(chunk, spare)
+    chunk = train_lm.make_chunk(model, B * machine.world, loss, stream.autocast)
+    stream.choose_rows(chunk)
+    if fused.enabled:
+        model.choose_overrides(stream.rows, machine.compute_dtype, allowed_overrides(mode))
+        stream.choose_rows(chunk)
+    update = train_lm.make_update(model, muon, adamw, norm, graphs)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
-    share = stream.rows / (B * machine.world)
-
-    def clip_and_orthogonalize() -> list:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), train_lm.grad_clip, norm)
-        return muon.orthogonalize_shares()
-
-    def change_weights(shares: list) -> None:
-        muon.apply(shares)
-        adamw.step()
 
     def run() -> None:
         grads.zero()
-        stream.backward(x, y, share, loss)
+        stream.run('train', chunk, x, y)
         grads.sum_over_ranks()
         norm.copy_(grads.norm())
         loss.tolist()  # the trainer waits here, too
-        shares = graphed(graphs, 'orthogonalize', clip_and_orthogonalize)
-        muon.gather(shares)
-        graphed(graphs, 'change weights', change_weights, shares)
+        update(0.0)
 
-    return run
+    return run, model.overrides
 
 
 @torch.no_grad()
-def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
+def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up one greedy token for each of B streams with full caches."""
     model = randomize(build_model(cell.config(mode), cell.model == 'recurrent'))
     model = model.to(machine.device).eval()
-    autocast = contextlib.nullcontext()
-    if machine.compute_dtype == torch.bfloat16:
-        autocast = torch.autocast(torch.device(machine.device).type, torch.bfloat16)
+    autocast = torch.autocast(
+        torch.device(machine.device).type, torch.bfloat16, machine.compute_dtype == torch.bfloat16
+    )
     with autocast:
         empty = model.init_state(cell.B)
     state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
-        if fused.enabled and model.head.is_cuda:
-            import kernels  # needs triton
-
-            kernels.choose_overrides(model, cell.B, machine.compute_dtype)
+        if fused.enabled:
+            model.choose_overrides(cell.B, machine.compute_dtype, allowed_overrides(mode))
         decoder = Decoder(model, cell.B, compute_dtype=machine.compute_dtype)
         decoder.load(state)
         decoder.step(token)
-        return decoder.step
+        return decoder.step, model.overrides
 
     @torch.no_grad()
     def run() -> None:
@@ -243,42 +231,30 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
             logits, state = model(token[:, None], state=state)
         token = logits[:, 0].argmax(-1)
 
-    return run
+    return run, model.overrides
 
 
-def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> Callable:
+def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_sokoban.py, with its rollout."""
     B, T, device = cell.B, cell.C, machine.device
     model = build_agent(cell.config(mode)).to(device)
     model.config.dtype = str(machine.compute_dtype).removeprefix('torch.')
     set_precision(model)
     torch.backends.cudnn.benchmark = True
-    train_sokoban.unroll = T
     boards = SokobanEnv(generate(1000)[0], B, device=device, first_board=machine.rank * B)
     state = model.init_state(B)
-    keys = board_keys(0, ACTION_STREAM, boards.board)
     count = torch.zeros((), dtype=torch.int64, device=device)
-    grads = Gradients(p for p in model.parameters() if p.numel())
-    lr, is_gpu = torch.zeros((), device=device), device != 'cpu'
-    adam = torch.optim.Adam(model.parameters(), lr=lr, fused=True, capturable=is_gpu)
-    functions = train_sokoban.play_step, sample_actions, train_sokoban.gae
-    play, sample, estimate = map(fused, functions) if is_gpu else functions
-
-    def rollout_and_backward() -> None:
-        grads.zero()
-        rng = random_bits(keys, count + torch.arange(T, device=device)[:, None])  # (T, B)
-        choose = lambda logits, t: sample(logits, rng[t])  # noqa: E731
-        batch, new = train_sokoban.rollout(model, boards, state, choose, play)
-        loss, _ = train_sokoban.a2c_loss(batch, estimate)
-        (loss / machine.world).backward()
-        grads.extra.copy_(loss.detach())
-        for x, next_x in zip(state, new, strict=True):
-            x.copy_(next_x)
-        count.add_(T)
-
-    def optimizer_step() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train_sokoban.grad_clip)
-        adam.step()
+    grads = Gradients((p for p in model.parameters() if p.numel()), len(train_sokoban.STATS) + 1)
+    adam = torch.optim.Adam(
+        model.parameters(),
+        lr=torch.zeros((), device=device),
+        fused=True,
+        capturable=device != 'cpu',
+    )
+    rollout_and_backward = train_sokoban.make_rollout(
+        model, boards, state, count, grads, T, machine.world
+    )
+    optimizer_step = train_sokoban.make_optimizer_step(model, adam)
 
     def run() -> None:
         graphed(graphs, 'rollout and backward', rollout_and_backward)
@@ -286,7 +262,7 @@ def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -
         graphed(graphs, 'optimizer', optimizer_step)
         grads.extra.tolist()  # the trainer waits here, too
 
-    return run
+    return run, frozenset()
 
 
 MAKERS = {'train': make_update, 'decode': make_token, 'sokoban': make_rollout}
@@ -295,22 +271,27 @@ MAKERS = {'train': make_update, 'decode': make_token, 'sokoban': make_rollout}
 # ---- measuring ----
 
 
-def set_up(cell: Cell, mode: str, machine: Machine) -> Callable:
-    """Return run() of a cell in one mode, after it has been compiled and captured. Raises
-    RuntimeError if it cannot be compiled, UserError if not one row fits in memory."""
+def set_up(cell: Cell, mode: str, machine: Machine, row: dict) -> Callable:
+    """Return run() of a cell in one mode, after it has been compiled and captured, and note in its
+    row which Triton overrides it uses. Raises RuntimeError if it cannot be compiled, UserError if
+    not one row fits in memory."""
     is_gpu = machine.device != 'cpu'
-    fused.enabled = mode == 'compiled'
-    call = MAKERS[cell.suite](cell, mode, machine, {} if cuda_graphs and is_gpu else None)
+    compiles = mode not in ('plain', 'eager')
+    fused.enabled = compiles
+    graphs = {} if cuda_graphs and is_gpu else None
+    call, overrides = MAKERS[cell.suite](cell, mode, machine, graphs)
+    if overrides:
+        row['overrides'] = ' '.join(sorted(overrides))
 
     def run() -> None:
-        fused.enabled = mode == 'compiled'  # the modes take turns
+        fused.enabled = compiles  # the modes take turns
         call()
 
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()  # the set-up has tried sizes of micro-batches
     for _ in range(5 if is_gpu else 1):  # on a GPU: until graphs are replayed
         run()
-    if mode == 'compiled' and not fused.enabled:
+    if compiles and not fused.enabled:
         raise RuntimeError('torch.compile does not work here')
     return run
 
@@ -357,7 +338,7 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         {**cell._asdict(), 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)}
         for mode in modes
     ]
-    runs = [attempt(row, set_up, cell, row['mode'], machine) for row in rows]
+    runs = [attempt(row, set_up, cell, row['mode'], machine, row) for row in rows]
     for _, (row, run) in itertools.product(range(rounds), list(zip(rows, runs, strict=True))):
         if row['status'] == 'ok':
             row['seconds'].append(attempt(row, timed, run, machine))
@@ -406,7 +387,7 @@ def published(cell: Cell) -> dict[str, str]:
 
 COLUMNS = (
     *(*Cell._fields, 'mode', 'median', 'min', 'max', 'unit', 'all_gpus', 'speed_up', 'paper'),
-    *('over_paper', 'target', 'memory_gb'),
+    *('over_paper', 'target', 'memory_gb', 'overrides'),
 )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from model import LanguageModel, State, head_input, run_layer, softcap, step
 from ops import Heads, in_window, norm, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
-from support.stream import Stream, replace
+from support.stream import Stream, copy_state
 
 # ---- a window over a stream of any length ------------------------------------------------------
 
@@ -198,9 +198,7 @@ class Decoder:
         c = model.config
         device = model.embedding.device
         state_dtype = model.embedding.dtype  # of everything but matrix products
-        dtype = (
-            compute_dtype if compute_dtype == torch.bfloat16 else state_dtype
-        )  # of matrix products
+        dtype = state_dtype if compute_dtype == torch.float32 else compute_dtype  # of products
         self.model = model
         self.compute_dtype = compute_dtype
         self.temperature = temperature
@@ -296,7 +294,7 @@ class Decoder:
         rows, T = len(idx), self.model.config.block_size
         stream = Stream(self.model, rows, T, rows, compute_dtype=self.compute_dtype)
         if state is not None:
-            replace(stream.state, state)
+            copy_state(stream.state, state)
         stream.read(idx, progress)
         self.load(stream.state)
         return stream.state

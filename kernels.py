@@ -1,8 +1,10 @@
-"""Triton overrides of functions of model.py, unroll.py and decode.py, written for Hopper GPUs:
-operands in bf16, sums and norms in fp32. The last section registers them in compiling.registered.
+"""Fused batched-expert operations: Triton kernels, what each of them replaces, and which are used.
 
-With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because the
-interpreter's bf16 product is wrong.
+They were written for Hopper GPUs: operands in bf16, sums and norms in fp32. Three functions of
+model.py may be overridden: `attend` (norm, RoPE, cache and attention in one kernel), `experts` (the
+output projection, the FFN and the aggregation of all experts) and `slice_loss` (soft-cap, loss and
+gradient). With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because
+the interpreter's bf16 product is wrong.
 
 Shapes as in model.py, except that N = B * C counts the cache heads of all streams (in `product`, N
 is the number of output features). A row of qkv holds queries (C, M, K), keys (C, K) and values (C,
@@ -13,8 +15,6 @@ integers on which no kernel is specialized, so that a loop over tokens compiles 
 
 In a kernel, as in NumPy, x[:, None] is a column, and a vector beside a tile (rows, columns) is a
 row.
-
-The choice of Triton overrides (kernels.py): those that agree in a trial and are faster.
 """
 
 import copy
@@ -37,11 +37,10 @@ import model
 import ops
 import unroll
 from decode import Decoder, RingCache
-from model import LanguageModel, State, randomize
 from ops import Heads, Linear, gate_weights
 from support import compiling
 from support.compiling import enabled_overrides, fused, registered, use_overrides
-from unroll import GROUP, ChunkCache, DeferredLinear, release
+from unroll import GROUP, ChunkCache, DeferredLinear
 
 EPS = constexpr(ops.EPS)
 SOFTCAP = constexpr(model.SOFTCAP)
@@ -257,8 +256,8 @@ def _attention_backward_kernel(
     first = tl.maximum(slot + 1 - width, W - tl.load(count + b).to(tl.int32))
     dq = tl.zeros(q.shape, F32)
 
-    # Slots before the group. The start is a multiple of 8, so that stores are wide; the zeros that
-    # are stored before the `width` slots that the group reads are never read.
+    # Slots before the group. The start is a multiple of 8, so that stores are wide. So zeros
+    # are stored for up to 7 slots before those that the group reads; nothing reads them.
     for start in range((W - width + group) // 8 * 8, W + group, h.BS):
         n = start + tl.arange(0, h.BS)
         seen = (n >= first) & (n < W + group)
@@ -673,7 +672,7 @@ def _cross_entropy_kernel(logits, targets, losses, scale, V, BV: constexpr):
 def slice_loss(
     logits: Tensor, targets: Tensor, scale: float, config: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute loss.slice_loss. The gradient overwrites the logits."""
+    """Compute model.slice_loss. The gradient overwrites the logits."""
     rows, V = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     run = _cross_entropy_kernel[(rows,)]
@@ -682,10 +681,10 @@ def slice_loss(
     return total, total, logits
 
 
-# ---- registration ------------------------------------------------------------------------------
-# REPLACES lists the functions that each form replaces, CODE the hash of their code when the form
-# was written. After an edit of one of these functions, tests/test_triton.py shows the new hash:
-# enter it here if the form still computes the same.
+# ---- what each replaces ------------------------------------------------------------------------
+# REPLACES lists the functions that an override replaces, CODE the hash of their code when it was
+# written. After an edit of one of these functions, tests/test_triton.py shows the new hash: enter
+# it here if the override still computes the same.
 
 OVERRIDES = {'attention': attend, 'experts': experts, 'loss': slice_loss}
 REPLACES = {
@@ -723,114 +722,88 @@ REPLACES = {
     'loss': (model.slice_loss, model.losses, model.softcap),
 }
 CODE = {
-    'attention': 'dbb1acd4392aa8fe',
+    'attention': '41eb95c63d13987b',
     'experts': '3fdf7dae85454519',
     'loss': 'e50ee3e8133850f5',
 }
-for name, form in OVERRIDES.items():
-    if compiling.code_hash(REPLACES[name]) == CODE[name]:
-        compiling.registered[name] = form
+for _name, _override in OVERRIDES.items():
+    if compiling.code_hash(REPLACES[_name]) == CODE[_name]:
+        compiling.registered[_name] = _override
 
 
-# ---- which are used ------------------------------------------------------------------------------
+# ---- which are used ----------------------------------------------------------------------------
 
 
-def choose_overrides(model: torch.nn.Module, B: int, compute_dtype: torch.dtype) -> list[str]:
-    """Choose the Triton overrides with which a model on a GPU runs B streams, set
-    `model.overrides`, and return a line about each. What is tried is a training chunk, or in
-    evaluation mode the decoding of a token. compute_dtype: dtype of matrix products."""
-    weight = model.head
-    has_forms = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
-    if not weight.is_cuda or weight.dtype != torch.float32 or not has_forms:
-        return []
-    with (
-        torch.cuda.device_of(weight),
-        torch.autocast('cuda', compute_dtype, enabled=compute_dtype != torch.float32),
-    ):
-        model.overrides, lines = choose(lambda: make_trial(model, B))
-    release()  # blocks that were made without forms
-    return lines
+def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, list[str]]:
+    """Return which overrides of these names agree with the functions that they replace, and a line
+    about each that is left out.
 
+    trial(exact) runs once on random inputs and parameters, with the overrides that are enabled, and
+    returns outputs and gradients. trial(True) runs in higher precision: errors are measured against
+    it. An override agrees if, beside those before it, the error of each result is at most three
+    times that without overrides, plus 0.001. Time decides nothing, so that the numbers of a run do
+    not depend on it."""
+    exact = trial(True)
 
-def choose(
-    make_trial: Callable, names: Iterable[str] = tuple(OVERRIDES)
-) -> tuple[frozenset, list[str]]:
-    """Return the names of the forms to use, and a line about each.
+    def errors_with(names: frozenset) -> torch.Tensor:
+        with use_overrides(names):
+            return relative_errors(trial(False), exact)
 
-    make_trial() returns a function trial(exact), which runs once on random inputs and parameters
-    and returns outputs and gradients. trial(True) runs in higher precision: errors are measured
-    against it. A form is used if it is 5% faster, because a smaller gain may be noise, and if the
-    error of each result is at most three times that without forms, plus 0.001."""
-    chosen, lines = frozenset(), []
-    try:
-        trial = make_trial()
-        exact = trial(True)
-
-        def measure(names: frozenset) -> tuple[torch.Tensor, float]:
-            """Return the errors of the results with these forms, and the device time."""
-            with use_overrides(names):
-                return relative_errors(trial(False), exact), cuda_seconds(lambda: trial(False))
-
-        plain, fastest = measure(chosen)
-    except Exception as error:  # noqa: BLE001  a trial must never end a run
-        return chosen, [f'Triton overrides not used: {first_line(error)}']
+    agreeing, lines = frozenset(), []
+    plain = errors_with(agreeing)
     for name in names:
         if name not in registered:
-            lines.append(
-                f'{name}: Triton override not used: a function that it replaces was edited'
-            )
-            continue
-        try:
-            errors, seconds = measure(chosen | {name})
-        except Exception as error:  # noqa: BLE001  a form must never end a run
-            lines.append(f'{name}: Triton override not used: {first_line(error)}')
-            continue
-        agrees = bool((plain.isfinite() & (errors <= 3 * plain + 1e-3)).all())
-        used = agrees and seconds < 0.95 * fastest
-        speed = f'{1e6 * seconds:.0f} us, without it {1e6 * fastest:.0f} us'
-        error = f'largest error {errors.max():.2%}, without it {plain.max():.2%}'
-        lines.append(f'{name}: Triton override {"used" if used else "not used"}: {speed}; {error}')
-        if used:
-            chosen, fastest = chosen | {name}, seconds
-    return chosen, lines
+            reason = 'a function that it replaces was edited'
+        else:
+            try:
+                errors = errors_with(agreeing | {name})
+            except Exception as error:  # noqa: BLE001  an override must never end a run
+                reason = first_line(error)
+            else:
+                if (plain.isfinite() & (errors <= 3 * plain + 1e-3)).all():
+                    agreeing |= {name}
+                    continue
+                reason = f'largest error {errors.max():.2%}, without it {plain.max():.2%}'
+        lines.append(f'Triton override {name!r} is not used: {reason}')
+    return agreeing, lines
 
 
-def make_trial(model: LanguageModel, B: int) -> Callable[[bool], list[torch.Tensor]]:
-    """Return the function trial(exact) that `choose` needs, for B streams with full windows. It
-    runs on a copy of the model with random weights. exact: whether to run without autocast."""
-    model = randomize(copy.deepcopy(model))
-    device = model.head.device
-    autocast = torch.is_autocast_enabled(device.type)
-    random = torch.Generator().manual_seed(1)
-    x, y = torch.randint(len(model.head), (2, B, GROUP + 1), generator=random).to(device)
-    empty = model.init_state(B)
-    s, k, v = (torch.randn(t.shape, generator=random).to(t) for t in empty[:3])
-    state = State(s, k, v, torch.full_like(empty.count, model.config.window))
+def make_trial(
+    lm: model.LanguageModel, B: int, compute_dtype: torch.dtype
+) -> Callable[[bool], list[torch.Tensor]]:
+    """Return the function trial(exact) of `find_agreeing` for a language model and B streams with
+    full windows: a training chunk or, in evaluation mode, the decoding of a token. It runs on a
+    copy of the model with random weights. exact: whether all products are in fp32."""
+    lm = model.randomize(copy.deepcopy(lm))
+    device, is_wide = lm.head.device, compute_dtype == torch.float32
+    rng = torch.Generator().manual_seed(1)
+    x, y = torch.randint(len(lm.head), (2, B, GROUP + 1), generator=rng).to(device)
+    with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
+        empty = lm.init_state(B)  # keys and values in the dtype of products
+    s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
+    state = model.State(s, k, v, torch.full_like(empty.count, lm.config.window))
 
     def run_chunk(exact: bool) -> list[torch.Tensor]:
         """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
         and all gradients."""
-        model.overrides = enabled_overrides()
-        with torch.enable_grad(), torch.autocast(device.type, enabled=autocast and not exact):
-            loss, new = model(x, y, state)
-        parameters = list(model.parameters())  # a hack may leave some of them unused
+        lm.overrides = enabled_overrides()
+        enabled = not (is_wide or exact)
+        with torch.enable_grad(), torch.autocast(device.type, compute_dtype, enabled=enabled):
+            loss, new = lm(x, y, state)
+        parameters = list(lm.parameters())  # a hack may leave some of them unused
         grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
         return [loss.objective.detach(), *new[:3], *grads]
 
-    if model.training:
+    if lm.training:
         return run_chunk
-    products = torch.bfloat16 if autocast else torch.float32
-    decoders = [Decoder(model, B, dtype) for dtype in (products, torch.float32)]
-    for decoder in decoders:
-        decoder.load(state)
+    decoders = [Decoder(lm, B, dtype) for dtype in (compute_dtype, torch.float32)]
 
     @torch.no_grad()
     def run_token(exact: bool) -> list[torch.Tensor]:
         """Decode a token; return the logits, s, and the new keys and values."""
-        model.overrides = enabled_overrides()
+        lm.overrides = enabled_overrides()
         decoder = decoders[exact]
-        decoder.position.start(state.count)  # not `load`, which would count as time of the token
-        decoder.s.copy_(state.s)
+        decoder.load(state)
         decoder.token.copy_(x[:, 0])
         decoder.run_token()
         entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
@@ -847,11 +820,3 @@ def relative_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> tor
     pairs = zip(found, exact, strict=True)
     errors = torch.stack([(a.double() - b.double()).norm() for a, b in pairs])
     return (errors / norms.clamp(min=1e-5 * norms.max())).nan_to_num(nan=torch.inf)
-
-
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Return the device time of run() in seconds. A CUDA graph replays it, as in training, so that
-    launches from Python do not count."""
-    import triton.testing
-
-    return triton.testing.do_bench_cudagraph(run, rep=20) / 1e3

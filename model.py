@@ -1,18 +1,9 @@
-"""The language models: `RecurrentGPT`, whose last layer's output is the first layer's input at the
-next token, and `GPT`, which carries only its attention window from token to token. Both have L
-layers of E parallel experts of width D ("Temporal Recurrence Favors Fewer Layers").
+"""The language models: equations of a layer, weights, state, head and loss.
 
-This file has equations, sizes, weights and state, and runs layers
-over text: by the token loop (unroll.py) in RecurrentGPT, over whole sequences in GPT.
-
-To add a setting, add a field to ModelConfig and a line of the same name to train_lm.py. A list with
-one value per layer may be a setting, too.
-
-Shapes: B streams, T tokens per chunk, V vocabulary, D width, E experts, L layers, H query heads and
-G key-value heads per expert, K head size, W attention window, C key-value heads in the cache (G
-where experts share it, else E * G).
-
----- a layer ----
+`RecurrentGPT` carries the last layer's output into the first layer at the next token; `GPT` carries
+only its attention window. Both have L layers of E parallel experts of width D ("Temporal Recurrence
+Favors Fewer Layers", Section 3). unroll.py runs the layers over a chunk token by token in
+RecurrentGPT; GPT runs them over whole sequences.
 
 A layer turns the state s into the next s. It also reads z, the token's normalized embedding.
 Experts i = 1..E:
@@ -30,33 +21,38 @@ recurrent model starts from the last layer's s at the token before (`step`), tha
 non-recurrent model from s = z. Experts share keys and values in the recurrent model, unless
 share_kv = False, but not in the other.
 
-Training in every mode, validation and decoding call `run_layer`. They differ in the class of the
-linears (ops.Linear or unroll.DeferredLinear), in the cache, in whether `compiling.fused`
-compiles, and in the Triton overrides that replace `attend` and `experts`. Autograd differentiates
-these equations, except where a backward is written by hand: for attention over an
-unroll.ChunkCache, RMSNorm on a CPU, the weights of a DeferredLinear and Triton overrides.
-
-The caches of keys and values are unroll.ChunkCache (training and validation of the recurrent
-model), model.SequenceCache (whole sequences of the other) and decode.RingCache (decoding). Each has
-`heads` (ops.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k,
-unrotated, v)`, which stores keys and values and returns the attended values.
-
-Shapes: N rows (B streams, or B * T tokens in the non-recurrent model), D width, E experts, H query
-heads per expert, C key-value heads in the cache, M query heads per cache head, K head size, r width
-of the router. Matrix products have the dtype `dtype`; s, z and sums over experts stay in the wider
-dtype of the state.
-
 Two choices that the paper leaves open (paper/readings.md lists all of them): every expert of a
 layer reads the same u, and keys are normalized (`split_heads`) after they are summed over experts
-(model.LayerParams.merged_qkv). The scale of the keys then does not depend on E, and the E key-value
+(`LayerParams.merged_qkv`). The scale of the keys then does not depend on E, and the E key-value
 matrices can be summed before the product without changing the result.
+
+Training in every mode, validation and decoding call `run_layer`. They differ in the class of the
+linears (ops.Linear or unroll.DeferredLinear), in the cache, in whether `compiling.fused` compiles,
+and in the Triton overrides of `attend`, `experts` and `slice_loss` (kernels.py). Autograd
+differentiates these equations, except where a backward is written by hand: for attention over an
+unroll.ChunkCache, RMSNorm on a CPU, the weights of a DeferredLinear and Triton overrides.
+
+A cache of keys and values is an unroll.ChunkCache (training and validation of the recurrent model),
+a `SequenceCache` (whole sequences of the other) or a decode.RingCache (decoding). Each has `heads`
+(ops.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k, unrotated, v)`,
+which stores keys and values and returns the attended values.
+
+To add a setting, add a field to ModelConfig and a line of the same name to train_lm.py. A list with
+one value per layer may be a setting, too.
+
+Shapes: B streams, T tokens per chunk, N rows (B streams, or B * T tokens in GPT), V vocabulary, D
+width, E experts, L layers, H query heads and G key-value heads per expert, C key-value heads in the
+cache (G where experts share it, else E * G), M query heads per cache head, K head size, W attention
+window, r width of the router. Matrix products have the dtype `dtype`; s, z and sums over experts
+stay in the wider dtype of the state.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from configurator import UserError, check_fields
+from configurator import UserError, check_fields, first_line
 
 import torch
 import torch.nn.functional as F
@@ -75,9 +71,9 @@ from ops import (
     rotate,
     window_mask,
 )
+from support import ranks
 from support.compiling import fused, has_override, use_overrides
 from support.export import PublishedModel
-from support.ranks import bf16_is_fast
 from unroll import DeferredLinear, recomputes, release, run_chunk
 
 
@@ -85,7 +81,7 @@ class LayerWeights(NamedTuple):
     """Weights of one layer. A matrix W is a ops.Linear: calling it on x returns x W^T, for each
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
     weight, or a setting that layers do not share, add a field here and fill it in
-    model.LayerParams.weights."""
+    LayerParams.bind."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -217,7 +213,7 @@ def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
     """Return the router's gates (N, E): the softmax over experts i of q . k_i / sqrt(r), where
     q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
 
-    The keys k_i do not depend on the tokens, so model.LayerParams.weights computes them."""
+    The keys k_i do not depend on the tokens, so LayerParams.bind computes them."""
     q = w.router_q(router_input(z, s, w.dtype))  # (N, r)
     q = add_bias(q, w.router_q_bias, w.dtype)
     return softmax_gates(w.router_keys(q), q.size(-1), s.dtype)
@@ -372,7 +368,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
 
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
-CPU_BF16_IS_FAST = bf16_is_fast('cpu')  # a constant, because compiled functions read it
+CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
 RANGES = {  # the values that fields of ModelConfig can have, as in configurator.py
     **dict.fromkeys(('vocab_size', 'n_layer', 'n_expert', 'n_embd'), (1, math.inf)),
     **dict.fromkeys(('window', 'block_size', 'router_dim'), (1, math.inf)),
@@ -397,11 +393,9 @@ class ModelConfig:
     n_kv_head: int = 0  # G; 0 = H/2 (H when H is odd)
     window: int = 128  # W, the current token included
     block_size: int = 64  # T, tokens per training chunk
-    aggregation: str = 'sqrt_sum'  # one of model.AGGREGATIONS
+    aggregation: str = 'sqrt_sum'  # one of AGGREGATIONS
     share_kv: bool = True  # recurrent: one cache per layer; False = one per expert
-    residual: str = (
-        'expert'  # GPT: one per expert (the paper's rule), or 'shared' (model.combine_experts)
-    )
+    residual: str = 'expert'  # GPT: one per expert (the paper's rule) or 'shared'; combine_experts
     router_dim: int = 64  # r, width of the router's queries and keys (routed aggregations)
     init_b: str = 'one'  # recurrent, initial b in u = a s + b z: 'one' or 'sqrt_experts'
     mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
@@ -491,8 +485,8 @@ class LayerParams(nn.Module):
             self.router_k_bias = nn.Parameter(torch.zeros(r))
             self.expert_embedding = nn.Parameter(torch.randn(E, r))
 
-    def weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
-        """Return the weights as model.run_layer takes them for N rows; gradients flow back to the
+    def bind(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
+        """Return the weights as run_layer takes them for N rows; gradients flow back to the
         parameters. dtype: of matrix products; linear: ops.Linear or unroll.DeferredLinear."""
         w = LayerWeights(
             wqkv=linear(self.merged_qkv(), dtype),
@@ -541,10 +535,8 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
-    cuda_graphs = (
-        False  # on a GPU: run chunks too long for one CUDA graph as graphs of their blocks
-    )
-    overrides = frozenset()  # Triton overrides in use (kernels.choose_overrides)
+    cuda_graphs = False  # on a GPU: run the segments of a long chunk as CUDA graphs
+    overrides = frozenset()  # Triton overrides in use (choose_overrides)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -572,8 +564,36 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     def bind_weights(self, N: int, dtype: torch.dtype, linear: type = Linear) -> list[LayerWeights]:
         """Return the weights of the layers for N rows, in the order in which they run (see
-        LayerParams.weights). A layer that runs several times stands here several times."""
-        return [module.weights(N, dtype, linear) for module in self.layers]
+        LayerParams.bind). A layer that runs several times stands here several times."""
+        return [module.bind(N, dtype, linear) for module in self.layers]
+
+    def choose_overrides(
+        self, B: int, compute_dtype: torch.dtype, allowed: Iterable[str] | None = None
+    ) -> list[str]:
+        """Replace functions by Triton kernels in `forward` and in the decoder, where the model is
+        on a GPU and the kernels agree with the functions for B streams (kernels.py). Rank 0 decides
+        for all. Return lines that say what is used, and what is not and why.
+
+        compute_dtype: of matrix products; allowed: names that may be used, None = all. In training
+        the non-recurrent model has no overrides."""
+        if not self.head.is_cuda or not (self.recurrent or not self.training):
+            return []
+        lines = []
+        if ranks.is_first():
+            try:
+                import kernels  # needs triton, which may be missing or broken
+
+                trial = kernels.make_trial(self, B, compute_dtype)
+                names = kernels.OVERRIDES if allowed is None else sorted(allowed)
+                self.overrides, lines = kernels.find_agreeing(trial, names)
+            except Exception as error:  # noqa: BLE001  a trial must never end a run
+                self.overrides = frozenset()
+                lines = [f'Triton overrides cannot be used: {first_line(error)}']
+        self.overrides = ranks.from_first(self.overrides)
+        if self.overrides:
+            import kernels  # noqa: F401  registers the overrides on the other ranks
+        self.release()  # segments that were made without overrides
+        return [f'Triton overrides in use: {", ".join(sorted(self.overrides)) or "none"}', *lines]
 
     def init_state(self, B: int) -> State:
         """Return the state at the start of B streams: s is zero, and caches are empty. Attention
@@ -656,7 +676,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return {'core': float(core), 'head': float(2 * self.head.numel())}
 
     def release(self) -> None:
-        """Free the memory of blocks (unroll.py)."""
+        """Free the memory of the segments of long chunks (unroll.py)."""
         release()
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -709,7 +729,7 @@ class RecurrentGPT(LanguageModel):
         state = self.init_state(z.size(0)) if state is None else state
         linear = DeferredLinear if self.config.mode == 'fast' else Linear
         dtype = matmul_dtype(z)
-        with torch.autocast(z.device.type, enabled=False):  # model.py casts explicitly
+        with torch.autocast(z.device.type, enabled=False):  # the layers cast explicitly
             weights = self.bind_weights(len(z), dtype, linear)
             out, new = run_chunk(
                 step, z.transpose(0, 1), state, weights, self.heads, self.config, self.cuda_graphs
@@ -798,7 +818,7 @@ class GPT(LanguageModel):
         }
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new = []
-        with torch.autocast(z.device.type, enabled=False):  # model.py casts explicitly
+        with torch.autocast(z.device.type, enabled=False):  # the layers cast explicitly
             for l, w in enumerate(weights):
                 cached = None if state is None else (state.k[l], state.v[l])
                 s, *kv = run_layer_on_sequence(

@@ -220,11 +220,8 @@ def main() -> None:
 
     if isinstance(model, LSTM):
         raise UserError(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
-    if model.head.is_cuda:
-        from kernels import choose_overrides  # needs triton
-
-        for line in choose_overrides(model, 1, compute_dtype):
-            print(line, file=sys.stderr)
+    for line in model.choose_overrides(1, compute_dtype):
+        print(line, file=sys.stderr)
     decoder = Decoder(
         model,
         B=1,

@@ -12,6 +12,7 @@ loss after that update. On a CPU a resumed run is bit-equal to one that was neve
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -32,7 +33,7 @@ from support.packages import need_packages
 from support.plots import plot_losses
 from support.ranks import Gradients, bf16_is_fast, gather, print0
 from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
-from support.stream import Stream
+from support.stream import Stream, copy_state
 from tokenizer import VOCAB, token_bytes
 
 # -----------------------------------------------------------------------------
@@ -95,6 +96,7 @@ dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a G
                                # 'auto' (bfloat16 where it is fast; there Muon always uses it)
 compile = True                 # compile fused functions with torch.compile, if that works
 cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
+overrides = True               # on a GPU: use Triton kernels where they agree (kernels.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
                                # for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
@@ -168,6 +170,56 @@ def make_optimizers(model: torch.nn.Module) -> tuple[Muon, torch.optim.AdamW]:
     return muon, adamw
 
 
+def make_chunk(
+    model: torch.nn.Module, total_rows: int, loss_sum: torch.Tensor, autocast: torch.autocast
+) -> Callable:
+    """Return chunk(x, y, state), the forward and backward of a micro-batch.
+
+    x, y: tokens and targets (rows, T); state: the state of these rows, replaced in place, or () if
+    none is carried. To the gradients and to `loss_sum`, the cross-entropy, a micro-batch adds its
+    share of the mean over the `total_rows` rows of an update, those of all ranks."""
+
+    def chunk(x: torch.Tensor, y: torch.Tensor, state: tuple) -> None:
+        share = len(x) / total_rows
+        with autocast:
+            loss, new_state = model(x, y, state or None)
+        (loss.objective * share).backward()
+        loss_sum.add_(loss.cross_entropy * share)
+        copy_state(state, new_state)
+
+    return chunk
+
+
+def make_update(
+    model: torch.nn.Module,
+    muon: Muon,
+    adamw: torch.optim.AdamW,
+    norm: torch.Tensor,
+    graphs: dict | None,
+) -> Callable[[float], None]:
+    """Return update(lr), which clips the gradients, whose global norm is `norm`, and changes the
+    weights; lr: a fraction of the peak learning rates. It is two CUDA graphs around Muon's exchange
+    between the ranks."""
+
+    def clip_and_orthogonalize() -> list:
+        if grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
+        return muon.orthogonalize_shares()
+
+    def change_weights(shares: list) -> None:
+        muon.apply(shares)
+        adamw.step()
+
+    def update(lr: float) -> None:
+        for group in [*muon.param_groups, *adamw.param_groups]:
+            group['lr'].fill_(group['peak_lr'] * lr)
+        shares = graphed(graphs, 'orthogonalize', clip_and_orthogonalize)
+        muon.gather(shares)
+        graphed(graphs, 'change weights', change_weights, shares)
+
+    return update
+
+
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
@@ -236,12 +288,6 @@ def main(config: Settings) -> int:
     ranks.share_weights(model)
     model.cuda_graphs = graphs is not None
 
-    # On a GPU the trials of memory leave room for the optimizers' moments, and a twentieth for CUDA
-    # graphs, NCCL and fragmentation.
-    spare = 8 * sum(p.numel() for p in model.parameters())
-    if graphs is not None:
-        spare += 0.05 * torch.cuda.mem_get_info(device_)[1]
-
     # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
     # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
     # compilation works.
@@ -257,15 +303,15 @@ def main(config: Settings) -> int:
             model, B, T, rows, compute_dtype=compute_dtype, carries=recurrent, graphs=graphs
         )
         start = time.perf_counter()
-        chunk = train.backward_chunk(1.0, loss_sum)
-        train.choose_rows(chunk, spare, fixed=batch_size > 0)
-        if graphs is not None and fused.enabled:
-            from kernels import choose_overrides  # needs triton
-
-            for line in choose_overrides(model, train.rows, compute_dtype):
+        chunk = make_chunk(model, B * world, loss_sum, train.autocast)
+        train.choose_rows(chunk, fixed=batch_size > 0)
+        if overrides and fused.enabled:
+            # a resumed run takes at most those that it had
+            allowed = folder.saved.get('overrides') if folder.saved else None
+            for line in model.choose_overrides(train.rows, compute_dtype, allowed):
                 print0(line)
-            # Compile again with these forms. Ranks may choose different ones, but all join in.
-            train.choose_rows(chunk, spare, fixed=batch_size > 0)
+            if model.overrides:
+                train.choose_rows(chunk, fixed=batch_size > 0)  # compile again with them
         grads.zero()
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
 
@@ -278,7 +324,7 @@ def main(config: Settings) -> int:
         may_shrink=True,
         graphs=graphs,
     )
-    valid.choose_rows(valid.score_chunk, spare)
+    valid.choose_rows(valid.score_chunk)
 
     def validate() -> tuple[float, float]:
         """Return the validation loss in nats per token and in bits per byte."""
@@ -318,16 +364,7 @@ def main(config: Settings) -> int:
             best = metadata['best_val_loss']
     saved = folder.saved = None  # free its memory
 
-    def clip_and_orthogonalize() -> list:
-        """Clip the gradients, and orthogonalize this rank's share of Muon's matrices."""
-        if grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
-        return muon.orthogonalize_shares()
-
-    def change_weights(shares: list) -> None:
-        muon.apply(shares)
-        adamw.step()
-
+    update = make_update(model, muon, adamw, norm, graphs)
     peak_lr = next(g['peak_lr'] for o in (muon, adamw) for g in o.param_groups if g['params'])
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
@@ -340,7 +377,8 @@ def main(config: Settings) -> int:
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # it is validated and logged again
-    folder.start(**metadata, rows=train.rows)
+    in_use = sorted(model.overrides)
+    folder.start(**metadata, rows=train.rows, overrides=in_use)
 
     stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
     due_to_print = ranks.Throttle()  # a line every 10 s, however large log_interval is
@@ -362,6 +400,7 @@ def main(config: Settings) -> int:
                 loader=loader.state_dict(),
                 shards=shards,
                 rows=train.rows,
+                overrides=in_use,
                 step=step,
                 seconds=seconds,
                 record=record,
@@ -399,7 +438,7 @@ def main(config: Settings) -> int:
             train.reset(torch.arange(min(first, B), B, reset_every, device=device_))
         grads.zero()
         stop_sum.fill_(stopper.signal is not None)
-        train.backward(x, y, train.rows * T / tokens_per_step, loss_sum)
+        train.run('train', chunk, x, y)
         grads.sum_over_ranks()
         norm.copy_(grads.norm())
         loss, stops, norm_ = torch.stack([loss_sum, stop_sum, norm]).tolist()  # the only wait
@@ -409,11 +448,7 @@ def main(config: Settings) -> int:
             break
 
         # update
-        for group in [*muon.param_groups, *adamw.param_groups]:
-            group['lr'].fill_(group['peak_lr'] * lr_at(step))
-        shares = graphed(graphs, 'orthogonalize', clip_and_orthogonalize)
-        muon.gather(shares)
-        graphed(graphs, 'change weights', change_weights, shares)
+        update(lr_at(step))
 
         # log
         elapsed = time.perf_counter() - start

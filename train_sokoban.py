@@ -155,9 +155,10 @@ def rollout(
     boards: SokobanEnv,
     state: tuple,
     choose: Callable[[Tensor, int], Tensor],
+    T: int,
     play: Callable = play_step,
 ) -> tuple[dict[str, Tensor], tuple]:
-    """Take T = `unroll` steps on all boards, keeping the autograd graph of the agent's outputs.
+    """Take T steps on all boards, keeping the autograd graph of the agent's outputs.
     choose(logits, t): the actions (B,) for the logits (B, 4) of step t.
 
     Return a batch, (T, B, ...) each: 'logits' and 'value' of the agent, and the results of `play`;
@@ -165,7 +166,7 @@ def rollout(
     w = model.prepare()
     obs, start = boards.observe(), boards.steps == 0
     steps = []
-    for t in range(unroll):
+    for t in range(T):
         logits, value, state = model.act(w, obs, start, state)
         step, obs = play(boards, choose(logits.detach(), t))
         steps.append({'logits': logits, 'value': value, **step})
@@ -208,6 +209,57 @@ def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
     explained = 1 - advantage.var() / target.var()  # an advantage is target - value
     return loss, torch.stack([loss, policy_loss, value_loss, entropy, explained]).detach()
+
+
+def make_rollout(
+    model: torch.nn.Module,
+    boards: SokobanEnv,
+    state: tuple,
+    count: Tensor,
+    grads: Gradients,
+    T: int,
+    world: int,
+) -> Callable[[], Tensor]:
+    """Return rollout_and_backward(), the first CUDA graph of an update: a rollout of T steps and
+    the backward of its loss. Gradients, and the statistics in grads.extra, are this rank's share of
+    a mean over `world` ranks. The boards, the agent's `state` and `count`, the number of steps that
+    every board has taken, advance in place. It returns the episodes (T, 3, B): the return so far,
+    whether the episode ended, and whether solved."""
+    keys = board_keys(seed, ACTION_STREAM, boards.board)  # of the random numbers for actions
+    # On a GPU the number of kernels decides the time of a step. A CPU gains nothing from compiling
+    # the game and the loss, and Jumanji's game cannot be compiled.
+    compiles = count.device.type != 'cpu' and not isinstance(boards, JumanjiEnv)
+    play, sample, estimate = (fused(f) if compiles else f for f in (play_step, sample_actions, gae))
+    stats = grads.extra[: len(STATS)]
+
+    def rollout_and_backward() -> Tensor:
+        grads.zero()
+        steps = count + torch.arange(T, device=count.device)[:, None]  # (T, 1)
+        rng = random_bits(keys, steps)  # (T, B)
+        batch, new_state = rollout(model, boards, state, lambda x, t: sample(x, rng[t]), T, play)
+        loss, numbers = a2c_loss(batch, estimate)
+        (loss / world).backward()
+        stats.copy_(numbers / world)
+        for x, new in zip(state, new_state, strict=True):
+            x.copy_(new)
+        count.add_(T)
+        return torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
+
+    return rollout_and_backward
+
+
+def make_optimizer_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[], Tensor]:
+    """Return optimizer_step(), the second CUDA graph of an update, which clips the gradients, runs
+    Adam and returns the gradients' norm."""
+
+    def optimizer_step() -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+        optimizer.step()
+        return norm
+
+    return optimizer_step
 
 
 def returns_record(since: list, last_1000: list, step: int) -> dict:
@@ -332,7 +384,6 @@ def main(config: Settings) -> int:
         train_levels, B, seed=seed, device=device_, first_board=rank * B, time_limit=time_limit
     )
     state = model.init_state(B)
-    keys = board_keys(seed, ACTION_STREAM, boards.board)  # of the random numbers for actions
     count = torch.zeros((), dtype=torch.int64, device=device_)  # steps that every board has taken
 
     # optimizer: the learning rate is a tensor, because CUDA graphs read it at each replay
@@ -348,34 +399,11 @@ def main(config: Settings) -> int:
     # The first layer of a non-recurrent agent has empty weights.
     params = [p for p in model.parameters() if p.numel()]
     grads = Gradients(params, n_extra=len(STATS) + 1)
-    stats, stop_sum = grads.extra[:-1], grads.extra[-1]  # reduced together with the gradients
+    stop_sum = grads.extra[-1]  # statistics and stop are reduced together with the gradients
 
-    # On a GPU the number of kernels decides the time of a step. A CPU gains nothing from compiling
-    # the game and the loss, and Jumanji's game cannot be compiled.
-    on_gpu = device_ != 'cpu' and env == 'torch'
-    play, sample, estimate = (fused(f) if on_gpu else f for f in (play_step, sample_actions, gae))
+    rollout_and_backward = make_rollout(model, boards, state, count, grads, unroll, world)
+    optimizer_step = make_optimizer_step(model, optimizer)
     graphs = {} if cuda_graphs and device_.startswith('cuda') and env == 'torch' else None
-
-    def rollout_and_backward() -> Tensor:
-        """Run a rollout and the backward of its loss, the first CUDA graph of an update. Return the
-        episodes (T, 3, B): the return so far, whether the episode ended, and whether solved."""
-        grads.zero()
-        counts = count + torch.arange(unroll, device=device_)[:, None]  # (T, 1)
-        rng = random_bits(keys, counts)  # (T, B)
-        batch, new_state = rollout(model, boards, state, lambda x, t: sample(x, rng[t]), play)
-        loss, numbers = a2c_loss(batch, estimate)
-        (loss / world).backward()
-        stats.copy_(numbers / world)
-        for x, new in zip(state, new_state, strict=True):
-            x.copy_(new)
-        count.add_(unroll)
-        return torch.stack([batch['return'], batch['done'].float(), batch['solved'].float()], 1)
-
-    def optimizer_step() -> Tensor:
-        """Clip the gradients and run Adam, the second CUDA graph; return the gradients' norm."""
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-        optimizer.step()
-        return norm
 
     def is_due(step: int) -> bool:
         """Return whether the agent is saved and evaluated after `step` updates."""

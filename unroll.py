@@ -1,23 +1,22 @@
-"""The token loop of the recurrent model, its linears and its cache.
+"""The token loop of the recurrent model: its linears, its cache, and chunks of any length.
 
-The loop calls model.step token by token and knows none of its equations; autograd differentiates
-it. A nonlinear recurrence cannot be computed by a scan, but much can leave the loop:
+The loop calls a function `step` (model.step) token by token and knows none of its equations;
+autograd differentiates it. A nonlinear recurrence cannot be computed by a scan, but much can leave
+the loop:
 
 - `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per
   token. Products are accumulated in fp32, which is also more accurate than bf16.
-- `ChunkCache`, the cache, keeps the keys and values of a layer in preallocated buffers of W + T
-  slots and accumulates their gradients in place.
+- `ChunkCache` keeps the keys and values of a layer in preallocated buffers of W + T slots and
+  accumulates their gradients in place.
 - Where functions are compiled (compiling.fused), the operations between two matrix products are one
   kernel in the forward and one in the backward.
 
+A chunk that is too long for memory or for one CUDA graph runs in segments of TILE tokens. A
+`Segment` keeps only its inputs and runs forward again before its backward, on fixed memory, so that
+all full segments of all chunks can replay the same two CUDA graphs. Gradients flow from segment to
+segment.
+
 Shapes as in model.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
-
-Chunks of the recurrent model: whole, or in blocks where they are too long for memory or for one
-CUDA graph.
-
-A block keeps only its inputs and runs forward again before its backward, on fixed memory, so that
-all full blocks of all chunks can replay the same two CUDA graphs. Gradients flow from block to
-block. Shapes as in unroll.py.
 """
 
 import math
@@ -142,8 +141,8 @@ class CacheLayout:
     differences of positions, so that positions need not grow from chunk to chunk.
 
     state_dtype: dtype of everything but matrix products. first_with_grad: the first slot whose
-    entry gets a gradient, which is W for a whole chunk, at whose start gradients end, and 0 for a
-    block of a chunk (unroll.Segment)."""
+    entry gets a gradient: W for a whole chunk, which gives none to the carried entries, and 0 for a
+    segment, which does."""
 
     T: int
     W: int
@@ -157,25 +156,25 @@ class CacheLayout:
         self.cos, self.sin = rope_table(self.W + self.T, self.heads.K, like)  # (S, K)
         # cos and sin (K,) of each token
         self.angles = list(zip(self.cos[self.W :], self.sin[self.W :], strict=True))
-        self.biases = {}  # width of a window: (block, biases of its tokens)
+        self.biases = {}  # width of a window: (tile, biases of its tokens)
 
     def bias(self, t: int, width: int) -> Tensor:
-        """Return the bias of token t for the width + n slots that its block of n tokens reads, (B,
+        """Return the bias of token t for the width + n slots that its tile of n tokens reads, (B,
         1, width + n): 0 for those that it sees, -inf for the others."""
-        block = t - t % TILE
-        if self.biases.get(width, (None, None))[0] != block:
-            n = min(TILE, self.T - block)
-            seen = window_mask(self.count + block, n, width).movedim(2, 0)  # (n, B, 1, width + n)
+        tile = t - t % TILE
+        if self.biases.get(width, (None, None))[0] != tile:
+            n = min(TILE, self.T - tile)
+            seen = window_mask(self.count + tile, n, width).movedim(2, 0)  # (n, B, 1, width + n)
             bias = torch.zeros(seen.shape, dtype=self.state_dtype, device=seen.device)
-            self.biases[width] = block, bias.masked_fill_(~seen, -math.inf).unbind(0)
-        return self.biases[width][1][t - block]
+            self.biases[width] = tile, bias.masked_fill_(~seen, -math.inf).unbind(0)
+        return self.biases[width][1][t - tile]
 
     def group_of(self, t: int) -> tuple[int, int, int]:
-        """Return the first token of t's block, the first token of t's group, and the end of the
+        """Return the first token of t's tile, the first token of t's group, and the end of the
         group: its last token + 1."""
-        block = t - t % TILE
-        group = t - (t - block) % GROUP
-        return block, group, min(group + GROUP, block + TILE, self.T)
+        tile = t - t % TILE
+        group = t - (t - tile) % GROUP
+        return tile, group, min(group + GROUP, tile + TILE, self.T)
 
 
 @fused
@@ -225,13 +224,12 @@ class ChunkCache:
         self.unrotated[:, :W] = k
         self.v[:, :W] = v
         self.entries = buffers[1:, :, T:]  # the last W unrotated keys and values, (2, N, W, K)
-        # the slots that a block reads, (N, width + n, K) each, and that a token writes, (3, N, K)
+        # the slots that a tile reads, (N, width + n, K) each, and that a token writes, (3, N, K)
         spans = [slice(self.skip + t, W + min(t + TILE, T)) for t in range(0, T, TILE)]
-        self.block_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
+        self.tile_slots = [(self.k[:, span], self.v[:, span]) for span in spans]
         self.token_slots = buffers[:, :, W:].unbind(2)
         self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
-        # gradients (2, N, W, K) of the last W keys, not rotated, and values, from later blocks of a
-        # chunk (unroll.Segment)
+        # gradients (2, N, W, K) of the last W keys, not rotated, and values, from later segments
         self.later_grads = None
         # a group's rows (see `add`) that are not yet added to the slots before the group
         self.pending = []
@@ -294,7 +292,7 @@ class WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, window, t, q, k, unrotated, v):
         store(window.token_slots[t], k, unrotated, v)
-        keys, values = window.block_slots[t // TILE]  # (N, width + n, K)
+        keys, values = window.tile_slots[t // TILE]  # (N, width + n, K)
         q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
         bias = window.slots.bias(t, window.width)
         p = probabilities(torch.bmm(q, keys.mT), bias)  # (N, M, width + n)
@@ -308,18 +306,18 @@ class WindowAttention(torch.autograd.Function):
         window, t = ctx.window, ctx.t
         slots, heads = window.slots, window.heads
         q, p = ctx.saved_tensors
-        keys, values = window.block_slots[t // TILE]
+        keys, values = window.tile_slots[t // TILE]
         window.start_backward(t)
         do = to_cache_heads(grad, heads)  # (N, M, K)
         ds = scores_backward(torch.bmm(do, values.mT), p, slots.state_dtype)  # (N, M, width + n)
-        block, group, end = slots.group_of(t)
-        block += window.skip  # the first slot that the block reads
+        tile, group, end = slots.group_of(t)
+        tile += window.skip  # the first slot that the tile reads
         rows = (q, p, ds, do)
-        window.add(slots.W + group, slots.W + end, block, rows)
+        window.add(slots.W + group, slots.W + end, tile, rows)
         window.pending.append(rows)
         if t == group:
             rows = [torch.cat(x, 1) for x in zip(*window.pending, strict=True)]
-            window.add_before_group(t, block, rows)
+            window.add_before_group(t, tile, rows)
             window.pending = []
         dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
         # complete: all tokens that see this slot have had their backward
@@ -357,14 +355,14 @@ def run_tokens(
     return torch.stack(out), windows
 
 
-# A chunk beyond these limits is recomputed in blocks.
+# A chunk beyond these limits is recomputed in segments.
 KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
 WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
-_blocks: dict[tuple, 'Segment'] = {}  # by sizes and settings; kept from chunk to chunk
+_segments: dict[tuple, 'Segment'] = {}  # by sizes and settings; kept from chunk to chunk
 
 
 def recomputes(k: Tensor, M: int, T: int) -> bool:
-    """Return whether a training chunk of T tokens runs in blocks that are recomputed. k: the
+    """Return whether a training chunk of T tokens runs in segments that are recomputed. k: the
     carried keys (L, ..., W, K)."""
     if k.is_cuda:
         return len(k) * T > WHOLE_GRAPH
@@ -380,27 +378,27 @@ def run_chunk(
     layers: list[tuple],
     heads: Heads,
     config: object,
-    graphs: bool = False,
+    cuda_graphs: bool = False,
 ) -> tuple[Tensor, tuple]:
     """Run the token loop over a chunk.
 
-    z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; graphs: whether
-    to replay the blocks of a long chunk as CUDA graphs. Returns s after every token, (T,
+    z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; cuda_graphs:
+    whether to replay the segments of a long chunk as CUDA graphs. Returns s after every token, (T,
     *s.shape), and the new (s, k, v, count)."""
     s, k, v, count = state
     T, dtype = len(z), layers[0].dtype
     L, B, C, W, K = k.shape
     kv = torch.stack([x.reshape(L, B * C, W, K) for x in (k, v)]).to(dtype)
-    replays = graphs and can_capture(z)
-    # without gradients there is nothing to recompute: blocks are then only for their graphs
-    in_blocks = replays or torch.is_grad_enabled()
+    replays = cuda_graphs and can_capture(z)
+    # without gradients there is nothing to recompute: segments are then only for their graphs
+    in_segments = replays or torch.is_grad_enabled()
     with torch.cuda.device_of(z):
-        if in_blocks and recomputes(kv[0], heads.M, T):
-            blocks = [
+        if in_segments and recomputes(kv[0], heads.M, T):
+            segments = [
                 (t, get_or_make_segment((part, s, kv, count), step, layers, heads, config, replays))
                 for t, part in zip(range(0, T, TILE), z.split(TILE), strict=True)
             ]
-            out, kv = Recompute.apply(blocks, z, s, kv, count, *tensors_of(layers))
+            out, kv = Recompute.apply(segments, z, s, kv, count, *tensors_of(layers))
         else:
             slots = CacheLayout(T, W, count, heads, z.dtype, first_with_grad=W)
             out, windows = run_tokens(step, z, s, kv, layers, slots, config)
@@ -409,12 +407,12 @@ def run_chunk(
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
 
 
-# ---- blocks ------------------------------------------------------------------------------------
+# ---- segments ----------------------------------------------------------------------------------
 
 
 def release() -> None:
-    """Free the memory of all blocks."""
-    _blocks.clear()
+    """Free the memory of all segments."""
+    _segments.clear()
 
 
 def tensors_of(layers: list[tuple]) -> list[Tensor]:
@@ -459,7 +457,7 @@ class Segment:
         self.inputs = [torch.zeros_like(x) for x in inputs]
         z, s, kv, _ = self.inputs
         self.out_grad = z.new_zeros(len(z), *s.shape)
-        self.kv_grad = z.new_zeros(kv.shape)  # of the entries that the next block starts with
+        self.kv_grad = z.new_zeros(kv.shape)  # of the entries that the next segment starts with
         self.layers = map_weights(torch.zeros_like, layers)
         self.step = step
         self.heads = heads
@@ -468,8 +466,8 @@ class Segment:
         self.graphs = {} if replays else None
 
     def load(self, t: int, chunk: tuple) -> int:
-        """Copy the inputs of the tokens from t on, and return the end of the block. chunk: its z, s
-        and count, its entries so far, (2, L, N, W + T, K), and its states so far."""
+        """Copy the inputs of the tokens from t on, and return the end of the segment. chunk: its z,
+        s and count, its entries so far, (2, L, N, W + T, K), and its states so far."""
         z, s, kv, count, out = chunk
         n, W = len(self.inputs[0]), self.inputs[2].size(3)
         inputs = (z[t : t + n], out[t - 1] if t else s, kv[:, :, :, t : t + W], count + t)
@@ -477,9 +475,9 @@ class Segment:
         return t + n
 
     def run(self) -> tuple[Tensor, list[ChunkCache], list[Tensor]]:
-        """Return the state after every token, the windows, and z, s and the weights, the leaves of
-        a graph of autograd that ends with this call: a node that outlives the eager calls would tie
-        a captured backward to the stream of those calls."""
+        """Return the state after every token, the caches, and copies of z, s and the weights, with
+        respect to which `backward` differentiates. The copies are new in each call: nodes of
+        autograd that outlive an eager call would tie a captured backward to that call's stream."""
         z, s, kv, count = self.inputs
         z, s, layers = leaf(z), leaf(s), map_weights(leaf, self.layers)
         slots = CacheLayout(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
@@ -489,7 +487,7 @@ class Segment:
 
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the state after every token, and the entries that the next block starts with."""
+        """Return the state after every token, and the entries that the next segment starts with."""
         out, windows, _ = self.run()
         return out, torch.stack([window.entries for window in windows], 1)
 
@@ -509,26 +507,27 @@ def get_or_make_segment(inputs: tuple, *options: object) -> Segment:
     sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
     others = tuple(x for w in layers for x in w if not isinstance(x, Linear | Tensor))
     key = (step, sizes, others, repr(config), replays, enabled_overrides(), fused.enabled)
-    if key not in _blocks:
-        _blocks[key] = Segment(inputs, *options)
-    return _blocks[key]
+    if key not in _segments:
+        _segments[key] = Segment(inputs, *options)
+    return _segments[key]
 
 
 class Recompute(torch.autograd.Function):
-    """Run a chunk in blocks. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K),
+    """Run a chunk in segments. From z (T, B, D), s (B, ...) and the carried kv (2, L, N, W, K),
     return the state after every token (T, B, ...) and the kv that the next chunk starts with."""
 
     @staticmethod
-    def forward(ctx, blocks, z, s, kv, count, *weights):
+    def forward(ctx, segments, z, s, kv, count, *weights):
         T, W = len(z), kv.size(3)
         out = s.new_empty(T, *s.shape)
         kv = F.pad(kv, (0, 0, 0, T))  # (2, L, N, W + T, K)
         chunk = (z, s, kv, count, out)
-        load_weights(blocks, weights)
-        for t, block in blocks:
-            end = block.load(t, chunk)
-            out[t:end], kv[:, :, :, end : end + W] = graphed(block.graphs, 'forward', block.forward)
-        ctx.blocks = blocks
+        load_weights(segments, weights)
+        for t, segment in segments:
+            end = segment.load(t, chunk)
+            out[t:end], entries = graphed(segment.graphs, 'forward', segment.forward)
+            kv[:, :, :, end : end + W] = entries
+        ctx.segments = segments
         ctx.save_for_backward(*chunk, *weights)
         kv = kv[:, :, :, T:].clone()
         ctx.mark_non_differentiable(kv)
@@ -540,22 +539,22 @@ class Recompute(torch.autograd.Function):
         chunk, weights = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         z, s, kv, _, _ = chunk
         dz = torch.empty_like(z)
-        # gradients of the state and the entries after a block, from later blocks
+        # gradients of the state and the entries after a segment, from later segments
         ds = torch.zeros_like(s)
         dkv = z.new_zeros(kv[:, :, :, len(z) :].shape)
         totals = [torch.zeros_like(x) for x in weights]
-        load_weights(ctx.blocks, weights)  # another model may have used a block since the forward
-        for t, block in reversed(ctx.blocks):
-            end = block.load(t, chunk)
-            block.out_grad.copy_(out_grad[t:end])
-            block.out_grad[-1] += ds
-            block.kv_grad.copy_(dkv)
-            dz[t:end], ds, dkv, grads = graphed(block.graphs, 'backward', block.backward)
+        load_weights(ctx.segments, weights)  # another model may have used them since the forward
+        for t, segment in reversed(ctx.segments):
+            end = segment.load(t, chunk)
+            segment.out_grad.copy_(out_grad[t:end])
+            segment.out_grad[-1] += ds
+            segment.kv_grad.copy_(dkv)
+            dz[t:end], ds, dkv, grads = graphed(segment.graphs, 'backward', segment.backward)
             torch._foreach_add_(totals, grads)
         return None, dz, None, None, None, *totals
 
 
-def load_weights(blocks: list[tuple[int, Segment]], weights: list[Tensor]) -> None:
-    """Copy weights, in the order of tensors_of, into the blocks."""
-    for block in {block for _, block in blocks}:
-        torch._foreach_copy_(tensors_of(block.layers), list(weights))
+def load_weights(segments: list[tuple[int, Segment]], weights: list[Tensor]) -> None:
+    """Copy weights, in the order of tensors_of, into the segments."""
+    for segment in {segment for _, segment in segments}:
+        torch._foreach_copy_(tensors_of(segment.layers), list(weights))

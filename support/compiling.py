@@ -1,4 +1,4 @@
-"""Three ways to run the same function faster: compiled (`fused`), as a hand-written Triton override
+"""Three ways to run a function faster: compiled (`fused`), by a Triton kernel in its place
 (`has_override`), and as a CUDA graph (`graphed`). Each falls back to the function itself."""
 
 import ast
@@ -51,21 +51,19 @@ def fused(f: Callable) -> Callable:
 fused.enabled = False
 
 
-# ---- Triton overrides
-# ------------------------------------------------------------------------------ A function
-# decorated with @has_override may be replaced by its Triton override, a function of the same
-# arguments in kernels.py. The form runs only where it is enabled (`use_overrides`), and while the
-# code of every function that it replaces is the code it was written for. kernels.py picks forms
-# that agree in values and gradients, and are faster.
+# ---- Triton overrides --------------------------------------------------------------------------
+# A function decorated with @has_override may be replaced by a function of the same arguments in
+# kernels.py, its Triton override. The override runs only where it is enabled (`use_overrides`), and
+# while the code of every function that it replaces is the code that it was written for.
 
-registered: dict[str, Callable] = {}  # forms by name, filled by kernels.py
+registered: dict[str, Callable] = {}  # overrides by name, filled by kernels.py
 _enabled: list[frozenset] = [frozenset()]
 
 
 def has_override(name: str) -> Callable:
-    """Decorate a function for which kernels.py may register a form of this name. A form that
-    cannot take some arguments returns NotImplemented for them; none takes float64, in which models
-    are checked, because forms calculate in fp32."""
+    """Decorate a function for which kernels.py may register an override of this name. An override
+    that cannot take some arguments returns NotImplemented for them. None takes float64, in which
+    models are checked, because kernels calculate in fp32."""
 
     def decorate(function):
         @functools.wraps(function)
@@ -98,7 +96,7 @@ def enabled_overrides() -> frozenset:
 
 @contextlib.contextmanager
 def use_overrides(names: frozenset) -> Iterator[None]:
-    """Enable the forms of these names, and no others, within a with statement."""
+    """Enable the overrides of these names, and no others, within a with statement."""
     _enabled.append(frozenset(names))
     try:
         yield
@@ -119,9 +117,10 @@ def graphed(
     """Call function(*args) as a CUDA graph; with graphs = None, just call it.
 
     The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
-    it: arguments are read from, and results lie in, the same memory every time. If the capture
-    fails, the reason is printed, and these calls run eagerly, as do those of every graph that is
-    not captured yet: its arguments may be results that no longer lie in the same memory.
+    it: arguments are read from, and results lie in, the same memory every time. If a capture fails,
+    the reason is printed; from then on that function runs eagerly, and so does every function of
+    `graphs` that has no graph yet, because its arguments may be results of the failed one, which
+    then lie elsewhere in each call.
 
     graphs: a dict that holds graphs by name; they share memory, so that one may read another's
     activations, and must always be called in the same order. generator: the random number generator

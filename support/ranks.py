@@ -161,6 +161,20 @@ def share_weights(model: torch.nn.Module) -> None:
                 dist.broadcast(x, 0)
 
 
+def is_first() -> bool:
+    """Return whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first(value: object) -> object:
+    """Return rank 0's value, any picklable object, on all ranks."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
 def leave_ranks() -> None:
     """Wait for all ranks and leave the process group."""
     if dist.is_initialized():

@@ -9,7 +9,6 @@ Shapes: B rows, T tokens per chunk, R rows per micro-batch.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from configurator import UserError
 
@@ -37,7 +36,12 @@ def divisor(B: int, most: int) -> int:
 
 class Stream:
     """B rows of one model. carries: whether state passes from chunk to chunk; a non-recurrent model
-    in training carries none, and each of its chunks is a sequence by itself."""
+    in training carries none, and each of its chunks is a sequence by itself.
+
+    The model has `head`, a tensor on its device; `init_state(B)`, the state, a tuple of tensors,
+    and `stream_dims`, the dimension of each that counts rows; `forward` and `core` as in
+    model.LanguageModel; `fits_one_graph(state, T)`, whether a chunk can be one CUDA graph; and
+    `release()`, which frees memory that it keeps between chunks."""
 
     def __init__(
         self,
@@ -57,9 +61,8 @@ class Stream:
         self.model, self.B, self.T, self.graphs = model, B, T, graphs
         self.device = model.head.device
         self.carries, self.may_shrink = carries, may_shrink
-        self.autocast = nullcontext()
-        if compute_dtype != torch.float32:
-            self.autocast = torch.autocast(self.device.type, compute_dtype)
+        is_wide = compute_dtype == torch.float32
+        self.autocast = torch.autocast(self.device.type, compute_dtype, enabled=not is_wide)
         self.dims = model.stream_dims if carries else ()  # the row dimension of each state tensor
         self.state = ()
         sums_dtype = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has none
@@ -93,6 +96,8 @@ class Stream:
         """Call chunk(x, y, state) for every micro-batch of the tokens x and targets y, (B, T) each,
         as a CUDA graph of this name; `chunk` replaces the state in place. What is smaller runs
         eagerly, and so do chunks that the model captures in parts."""
+        if self.device.type == 'cuda' and x.is_cpu:
+            x, y = x.pin_memory(), y.pin_memory()  # copies to the GPU are then asynchronous
         for first in range(0, len(x), self.rows):
             part_x, part_y = x[first : first + self.rows], y[first : first + self.rows]
             if part_x.shape != self.x.shape:  # the end of the texts, or the last of them
@@ -116,25 +121,6 @@ class Stream:
             if copies:
                 torch._foreach_copy_(whole, list(self.part))
 
-    def backward(self, x: Tensor, y: Tensor, weight: float, loss: Tensor) -> None:
-        """Run a chunk (B, T) forward and backward. Adds `weight` times the mean loss of each
-        micro-batch to the 0-dim tensor `loss`, and the gradients to the parameters' .grad."""
-        if self.device.type == 'cuda':
-            x, y = x.pin_memory(), y.pin_memory()  # copies to the GPU are then asynchronous
-        self.run('train', self.backward_chunk(weight, loss), x, y)
-
-    def backward_chunk(self, weight: float, loss: Tensor) -> Callable:
-        """Return the function of a micro-batch that `backward` calls."""
-
-        def chunk(x: Tensor, y: Tensor, state: tuple) -> None:
-            with self.autocast:
-                result, new = self.model(x, y, state or None)
-            (result.objective * weight).backward()
-            loss.add_(result.cross_entropy * weight)
-            replace(state, new)
-
-        return chunk
-
     @torch.no_grad()
     def score(self, x: Tensor, y: Tensor, report: Callable[[str], None] = print0) -> Tensor:
         """Return [summed loss in nats, number of tokens] in fp64 of texts x and their targets y,
@@ -157,7 +143,7 @@ class Stream:
             result, new = self.model(x, y, state)
         self.sums[0].add_(result.cross_entropy.to(self.sums.dtype) * x.numel())
         self.sums[1].add_(x.numel())
-        replace(state, new)
+        copy_state(state, new)
 
     @torch.no_grad()
     def read(self, x: Tensor, report: Callable[[str], None] = print0) -> None:
@@ -166,21 +152,21 @@ class Stream:
         for t in range(0, x.size(1), self.T):
             with self.autocast:
                 _, new = self.model.core(x[:, t : t + self.T], self.state)
-            replace(self.state, new)
+            copy_state(self.state, new)
             if is_due():
                 report(f'    {t + self.T:,} of {x.size(1):,} tokens read')
 
     # ---- the rows of a micro-batch, by trial
 
-    def choose_rows(self, chunk: Callable, spare: float = 0.0, fixed: bool = False) -> None:
+    def choose_rows(self, chunk: Callable, fixed: bool = False) -> None:
         """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
         rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
-        spare: bytes of a GPU to leave free; fixed: whether the user has chosen the rows. Raises
-        UserError if the rows that the user has chosen, or even a single row, do not fit."""
+        fixed: whether the user has chosen the rows. Raises UserError if the rows that the user has
+        chosen, or even a single row, do not fit."""
         while True:
             was_compiled = fused.enabled
-            fits = self.runs_in_memory(chunk, spare)
+            fits = self.runs_in_memory(chunk)
             # 2: fits; 1: try fewer; 0: there are no fewer. Ranks may have different numbers of
             # rows, and agree by one reduction per attempt.
             verdict = 2.0 if fits else float(self.rows > 1)
@@ -205,12 +191,17 @@ class Stream:
             half = max(1, self.rows // 2)
             self.set_rows(half if self.may_shrink else divisor(self.B, half))
 
-    def runs_in_memory(self, chunk: Callable, spare: float) -> bool:
-        """Return whether a micro-batch runs without the memory running out."""
+    def runs_in_memory(self, chunk: Callable) -> bool:
+        """Return whether a micro-batch runs without the memory running out. On a GPU it must leave
+        room for the optimizers' moments and, where there are CUDA graphs, a twentieth of the memory
+        for these, NCCL and fragmentation."""
         try:
             reserved = None
             if self.device.type == 'cuda':
-                reserved = torch.empty(int(spare), dtype=torch.uint8, device=self.device)
+                size = 8 * sum(p.numel() for p in self.model.parameters())
+                if self.graphs is not None:
+                    size += torch.cuda.mem_get_info(self.device)[1] // 20
+                reserved = torch.empty(size, dtype=torch.uint8, device=self.device)
             run_compiled(lambda: chunk(self.x, self.y, self.part))
             del reserved
             return True
@@ -224,7 +215,8 @@ class Stream:
         return False
 
 
-def replace(state: tuple, new: tuple | None) -> None:
-    """Copy a new state over the tensors of `state`, without its history in autograd."""
+def copy_state(state: tuple, new: tuple | None) -> None:
+    """Copy a new state over the tensors of `state`, () if none is carried, without its history in
+    autograd."""
     if state:
         torch._foreach_copy_(list(state), [t.detach() for t in new])

@@ -153,7 +153,7 @@ def test_recurrent_is_the_reference(monkeypatch, T, chunks, reset_before, sizes)
     monkeypatch.setattr(unroll, 'graphed', fake_graphed)
     monkeypatch.setattr(unroll, 'can_capture', lambda x: True)
     compare(make(RecurrentGPT, **sizes), T, chunks, reset_before, MODES)
-    captured = [x for block in unroll._blocks.values() for x in (block.graphs or {}).values()]
+    captured = [x for block in unroll._segments.values() for x in (block.graphs or {}).values()]
     assert len(captured) >= 2 and all(function for _, function in captured)
 
 

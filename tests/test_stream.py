@@ -11,6 +11,7 @@ from model import ModelConfig, build_model
 from support import compiling, stream
 from support.ranks import Gradients
 from support.stream import Stream
+from train_lm import make_chunk
 
 SIZES = {'n_layer': 2, 'n_expert': 2, 'n_embd': 32, 'n_head': 2, 'window': 12, 'block_size': 8}
 OWN_CACHES = {'aggregation': 'softmax_l2', 'share_kv': False}
@@ -59,10 +60,11 @@ def test_micro_batches_train_as_rows_that_are_read_alone(kind):
 
     grads.zero()
     train = Stream(model, 6, 8, 2, carries=carries)
+    chunk = make_chunk(model, 6, loss, train.autocast)
     for i, (x, y) in enumerate(chunks):
         if i == 2:
             train.reset(torch.tensor([0, 3]))
-        train.backward(x, y, 2 / 6, loss)
+        train.run('train', chunk, x, y)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     torch.testing.assert_close(grads.buffer, expected, rtol=1e-4, atol=1e-5)
 

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_loss():
     bits = sokoban.random_bits(boards.keys, torch.arange(5)[:, None])
     sample, play = trace(sokoban.sample_actions), trace(train_sokoban.play_step)
     batch, new_state = train_sokoban.rollout(
-        agent, boards, state, lambda logits, t: sample(logits, bits[t]), play
+        agent, boards, state, lambda logits, t: sample(logits, bits[t]), 5, play
     )
     loss, stats = train_sokoban.a2c_loss(batch, trace(train_sokoban.gae))
 
@@ -140,7 +140,7 @@ def test_gradients_of_the_ppo_patch(ppo):
     objective is the clipped surrogate (Schulman et al. 2017, Eq. 7): a ratio counts until the
     policy has moved by 0.1 into the direction of the advantage."""
     agent, state, boards = make_agent(ppo, '--clip=0.1')
-    batch, _ = ppo.rollout(agent, boards, state, lambda logits, t: logits.argmax(-1))
+    batch, _ = ppo.rollout(agent, boards, state, lambda logits, t: logits.argmax(-1), 5)
     perturb(agent, 0.1)
     loss, stats = ppo.ppo_loss(agent, batch, state, torch.tensor([3, 0, 4, 1, 5, 2]))
 

@@ -33,6 +33,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 from reference import gradients, tokens  # noqa: E402
 
+import train_lm
 import unroll
 from convlstm import AgentConfig, build_agent
 from decode import Decoder
@@ -148,17 +149,21 @@ def check_decoder(model):
 
 
 def two_chunks(settings):
-    """Compare the gradients of two chunks, the second of which starts from the state of the first,
-    with those of one chunk."""
+    """Compare the loss and the gradients of the trainer's micro-batch, which the patch runs as two
+    chunks, with those of one chunk."""
     unroll.TILE = 3
     x, y = tokens(2, 10), tokens(2, 10, seed=1)
     model = make(settings)
-    found = {'one chunk': gradients(model, model(x, y)[0].objective)}
+    loss, _ = model(x, y)
+    found = {'one chunk': {'loss': loss.cross_entropy.detach(), **gradients(model, loss.objective)}}
     for mode in ('plain', 'recomputed'):
         set_mode(model, mode)
-        first, state = model(x[:, :5], y[:, :5])
-        second, _ = model(x[:, 5:], y[:, 5:], state)
-        found[mode] = gradients(model, (first.objective + second.objective) / 2)
+        model.zero_grad()
+        total = torch.zeros_like(loss.cross_entropy)
+        chunk = train_lm.make_chunk(model, 2, total, contextlib.nullcontext())
+        chunk(x, y, tuple(model.init_state(2)))
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found[mode] = {'loss': total, **grads}
     compare(found)
 
 
