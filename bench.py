@@ -48,7 +48,7 @@ from decode import Decoder
 from levels import generate
 from model import ModelConfig, State, build_model, randomize
 from sokoban import SokobanEnv
-from support import ranks
+from support import ranks, run_folder
 from support.compiling import fused, graphed
 from support.files import write_json, write_text
 from support.ranks import Gradients, print0
@@ -404,7 +404,9 @@ def write_report(report: dict, path: pathlib.Path) -> str:
     names = [name for name in COLUMNS if any(name in row for row in rows)]
     lines = [[name.replace('_', ' ') for name in names], ['---'] * len(names)]
     lines += [[show(row.get(name)) for name in names] for row in rows]
-    about = '{device_name} x {world}, {threads} threads, {dtype}, torch {torch}, commit {commit}'
+    about = (
+        '{device_name} x {world}, {threads} threads, {dtype}, torch {torch}, commit {code[commit]}'
+    )
     table = f'{about.format(**report)}\n`{report["command"]}`\n\n'
     table += ''.join(f'| {" | ".join(line)} |\n' for line in lines)
     write_json(report, path)
@@ -448,7 +450,8 @@ def main() -> int:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {'command': shlex.join(sys.argv), 'date': time.strftime('%Y-%m-%d %H:%M %z')}
-    about |= ranks.machine(device_, str(machine.compute_dtype))
+    about |= run_folder.machine(device_, str(machine.compute_dtype))
+    about['code'] = run_folder.code_record(__file__)
     report = {**about, 'settings': config, 'results': []}
     table = ''
     for i, cell in enumerate(cells):

@@ -32,7 +32,15 @@ from support.muon import Muon
 from support.packages import need_packages
 from support.plots import plot_losses
 from support.ranks import Gradients, bf16_is_fast, gather, print0
-from support.run_folder import BEST, RunFolder, Stopper, restoring, settings_of
+from support.run_folder import (
+    BEST,
+    RunFolder,
+    Stopper,
+    machine,
+    mfu,
+    restoring,
+    settings_of,
+)
 from support.stream import Stream, copy_state
 from tokenizer import VOCAB, token_bytes
 
@@ -368,7 +376,7 @@ def main(config: Settings) -> int:
     peak_lr = next(g['peak_lr'] for o in (muon, adamw) for g in o.param_groups if g['params'])
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
-    metadata = ranks.machine(device_, str(compute_dtype))
+    metadata = machine(device_, str(compute_dtype))
     config |= {name: metadata.pop(name) for name in ('device', 'dtype', 'threads')}
     print0(f'{world} x {metadata["device_name"]}, {config["threads"]} threads, {compute_dtype}')
     print0(f'parameters {params}; forward MFLOPs per token {flops}')
@@ -471,7 +479,7 @@ def main(config: Settings) -> int:
             print0(
                 f'step {step}/{max_iters} | loss {loss:.4f} | lr {record["lr"]:.2e} | '
                 f'norm {norm_:.2f} | {1000 * elapsed:.0f} ms | {tokens_per_s:,.0f} tokens/s | '
-                f'mfu {ranks.mfu(model, tokens_per_s, device_, compute_dtype)} | '
+                f'mfu {mfu(model, tokens_per_s, device_, compute_dtype)} | '
                 f'eta {timedelta(seconds=int(left))}'
             )
             due_to_print(restart=True)

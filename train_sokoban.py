@@ -54,7 +54,15 @@ from support.files import write_json
 from support.packages import need_packages
 from support.plots import plot_returns
 from support.ranks import Gradients, fill, gather, print0
-from support.run_folder import BEST, WEIGHTS, RunFolder, Stopper, restoring, settings_of
+from support.run_folder import (
+    BEST,
+    WEIGHTS,
+    RunFolder,
+    Stopper,
+    machine,
+    restoring,
+    settings_of,
+)
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -446,7 +454,7 @@ def main(config: Settings) -> int:
             best = metadata['best']
     saved = folder.saved = None  # free its memory
 
-    metadata = ranks.machine(device_, sizes['dtype'])
+    metadata = machine(device_, sizes['dtype'])
     config |= {name: metadata.pop(name) for name in ('device', 'dtype', 'threads')}
     n_params = sum(p.numel() for p in model.parameters()) / 1e6
     macs = model.nominal_macs() / 1e6

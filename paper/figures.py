@@ -48,8 +48,8 @@ SYMBOLS = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'd'}
 CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in settings or seed
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
-    'folder loss return step seconds finished seed out_dir resume overwrite script command commit '
-    'torch device_name world rows starts wandb_id'
+    'folder loss return step seconds finished seed out_dir resume overwrite script command code '
+    'commit torch device_name world rows starts wandb_id'
 ).split()
 BARS = {'sem': 'one standard error', 'std': 'one standard deviation'}
 # Okabe and Ito's colors, which color-blind readers can tell apart, and markers.
@@ -101,6 +101,7 @@ def runs(folders: Folders) -> DataFrame:
             'plan': folder.absolute().parent.name,
             'kind': 'recurrent' if settings['recurrent'] else 'non-recurrent',
             'finished': False,
+            'commit': settings.get('code', {}).get('commit'),
             **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
         }
         for last in log.ffill().tail(1).to_dict('records'):  # none if the log is empty

@@ -57,7 +57,7 @@ from levels import AGENT, CELLS, load_level_sets, plan_image
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
 from support.files import write_atomic, write_json, write_tensors, write_text
-from support.run_folder import PER_CALL
+from support.run_folder import PER_CALL, code_record
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -497,7 +497,7 @@ def main() -> None:
     print(total.round(3).to_string())
     report = {
         'command': shlex.join(sys.argv),
-        'commit': ranks.commit(),
+        'code': code_record(__file__),
         'device': ranks.device_name(torch_device),
         'levels': int(solved.sum()),
         'scores': total.reset_index().to_dict('records'),

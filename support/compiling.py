@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from configurator import first_line
 
@@ -79,14 +79,20 @@ def has_override(name: str) -> Callable:
     return decorate
 
 
-def code_hash(functions: tuple) -> str:
-    """Return a hash of the code of functions or classes. Comments, docstrings and layout do not
-    change it."""
-    trees = [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in functions]
-    for node in ast.walk(ast.Module(trees)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+def source_hash(sources: Iterable[str | bytes]) -> str:
+    """Return a hash of the code in source texts. Comments, docstrings and layout do not change
+    it."""
+    trees = [ast.parse(source) for source in sources]
+    have_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, have_docstring) and ast.get_docstring(node) is not None:
             del node.body[0]
     return hashlib.sha256('\n'.join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+
+
+def code_hash(functions: tuple) -> str:
+    """Return the `source_hash` of functions or classes."""
+    return source_hash(textwrap.dedent(inspect.getsource(f)) for f in functions)
 
 
 def enabled_overrides() -> frozenset:

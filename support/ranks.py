@@ -9,7 +9,6 @@ import pathlib
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 import zlib
@@ -26,17 +25,6 @@ if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier ve
     raise ImportError(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
 TIMEOUT = datetime.timedelta(minutes=10)  # for a rank that does not answer
-# FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
-PEAK_FLOPS = {
-    'H100 PCIe': 756e12,
-    'H100 NVL': 835e12,
-    'H100': 989e12,
-    'H200': 989e12,
-    'B200': 2250e12,
-    'NVIDIA A100': 312e12,
-    'L40S': 362e12,
-    '4090': 165e12,
-}
 # Parts of the messages of torch's RuntimeErrors after a failed allocation in host memory.
 ALLOCATION_FAILED = (
     'DefaultCPUAllocator',
@@ -310,20 +298,6 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def machine(device: str, dtype: str) -> dict[str, object]:
-    """Return what a run's config.json tells about the machine: the settings device, dtype and
-    threads with the values that the run got, and names and versions."""
-    return {
-        'device': device,
-        'dtype': dtype.removeprefix('torch.'),
-        'threads': torch.get_num_threads(),
-        'device_name': device_name(device),
-        'world': int(os.environ.get('WORLD_SIZE', 1)),
-        'torch': str(torch.__version__),
-        'commit': commit(),
-    }
-
-
 def device_name(device: str) -> str:
     """Return the name of the GPU or of the processor."""
     if device.startswith('cuda'):
@@ -333,34 +307,6 @@ def device_name(device: str) -> str:
         cpus = pathlib.Path('/proc/cpuinfo').read_text()
         name = re.search(r'model name\s*: (.*)', cpus)[1]
     return f'CPU {name.strip()}'
-
-
-def commit() -> str:
-    """Return the git commit of this file's folder, with '-dirty' if tracked files other than
-    results have changed; 'unknown' outside git."""
-    git = ['git', '-C', os.path.dirname(os.path.abspath(__file__))]
-    paths = ['--', ':(top)', ':(top,exclude)paper/results']
-    try:
-        options = {'capture_output': True, 'text': True}
-        name = subprocess.run([*git, 'rev-parse', '--short=12', 'HEAD'], check=True, **options)
-        changed = subprocess.run([*git, 'status', '--porcelain', '-uno', *paths], **options)
-    except (OSError, subprocess.CalledProcessError):
-        return 'unknown'
-    return name.stdout.strip() + ('-dirty' if changed.stdout else '')
-
-
-def mfu(
-    model: torch.nn.Module, tokens_per_s: float, device: str, compute_dtype: torch.dtype
-) -> str:
-    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
-    the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in bf16."""
-    name = (
-        device_name(device) if device.startswith('cuda') and compute_dtype == torch.bfloat16 else ''
-    )
-    peaks = [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]
-    flops = 3 * sum(model.flops_per_token().values()) * tokens_per_s
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return f'{flops / (world * peaks[0]):.1%}' if peaks else 'n/a'
 
 
 def out_of_memory(error: BaseException) -> str:

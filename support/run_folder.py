@@ -2,7 +2,7 @@
 script reads it, and nothing else, to know what a run was.
 
     config.json        the settings, with the device, dtype and threads that the run got; how it was
-                       started (command, commit, versions); whether it is finished
+                       started (command, code, versions); whether it is finished
     log.jsonl          a line per update, or per log interval
     last.pt, prev.pt   checkpoints to resume from
     best/              the best model so far, as an export (export.py)
@@ -16,6 +16,7 @@ Checkpoints hold tensors and plain types and are read with weights_only=True, so
 from a stranger cannot run code. Under torchrun only rank 0 writes files.
 """
 
+import ast
 import contextlib
 import errno
 import json
@@ -27,16 +28,20 @@ import shlex
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from itertools import accumulate
 
 from configurator import Settings, UserError, convert, first_line
 
 import filelock
 import torch
+import torch.distributed as dist
 
+from support.compiling import source_hash
 from support.files import (
     Path,
     plain,
@@ -47,12 +52,24 @@ from support.files import (
     write_json,
     write_text,
 )
-from support.ranks import out_of_memory, print0, warn
+from support.ranks import device_name, out_of_memory, print0, warn
 
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 MARK = '.run'  # names the last process that used the folder; a folder without it holds no run
 LOCK = '.lock'  # locked by filelock while a run uses the folder
+# FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
+PEAK_FLOPS = {
+    'H100 PCIe': 756e12,
+    'H100 NVL': 835e12,
+    'H100': 989e12,
+    'H200': 989e12,
+    'B200': 2250e12,
+    'NVIDIA A100': 312e12,
+    'L40S': 362e12,
+    '4090': 165e12,
+}
 # What a run writes into its folder, and `overwrite` removes.
 RUN_FILES = (
     *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
@@ -102,6 +119,96 @@ def log_of(folder: Path) -> list[dict]:
 def is_finished(folder: Path) -> bool:
     """Return whether a run has reached its last update."""
     return settings_of(folder).get('finished', False)
+
+
+# ---- the code of a run ----
+
+
+def modules_of(script: Path) -> list[pathlib.Path]:
+    """Return the file of a script, then those of all modules of its folder and of the project that
+    it imports, directly or not, as their import statements say."""
+    found = [pathlib.Path(script).resolve()]
+    folders = [found[0].parent, PROJECT]  # in the order in which Python searches them
+    for file in found:  # which grows
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names, places = [], folders
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f'{node.module or ""}.{alias.name}'.strip('.') for alias in node.names]
+                places = [file.parents[node.level - 1]] if node.level else folders
+            for name in names:
+                for stem in accumulate(name.split('.'), '{}/{}'.format):  # of a.b: a, a/b
+                    ends = f'{stem}/__init__.py', f'{stem}.py'
+                    paths = [place / end for place in places for end in ends]
+                    path = next((path for path in paths if path.is_file()), file)
+                    found += [path] if path not in found else []
+    return found
+
+
+def commit_of(files: list[Path]) -> str:
+    """Return the git commit of the project's folder, with '-dirty' if one of these files has
+    changed since or is not in it; 'unknown' if git does not keep the project's files."""
+    # GIT_DIR and the like, of a hook for example, name another repository.
+    env = {name: x for name, x in os.environ.items() if not name.startswith('GIT_')}
+    git = ['git', '--no-optional-locks', '-C', PROJECT]
+    options = {'capture_output': True, 'text': True, 'env': env}
+    try:
+        subprocess.run([*git, 'ls-files', '--error-unmatch', __file__], check=True, **options)
+        name = subprocess.run([*git, 'rev-parse', '--short=12', 'HEAD'], check=True, **options)
+        changed = subprocess.run([*git, 'status', '--porcelain', '--ignored', *files], **options)
+    except (OSError, subprocess.CalledProcessError):
+        return 'unknown'
+    is_dirty = changed.stdout or changed.returncode  # git fails for a file outside
+    return name.stdout.strip() + ('-dirty' if is_dirty else '')
+
+
+def script_checksum(script: Path) -> str:
+    """Return a checksum of a script alone. Comments, docstrings and layout do not change it."""
+    return source_hash([pathlib.Path(script).read_bytes()])
+
+
+def code_record(script: Path) -> dict[str, str]:
+    """Return what config.json tells about the code of a script, which need not run: a checksum of
+    its file and of all modules of the project that it imports, one of its file alone, the folder of
+    the modules, and their commit."""
+    files = modules_of(script)
+    return {
+        'checksum': source_hash(path.read_bytes() for path in files),
+        'script_checksum': script_checksum(script),
+        'folder': str(PROJECT),
+        'commit': commit_of(files),
+    }
+
+
+# ---- the machine ----
+
+
+def machine(device: str, dtype: str) -> dict[str, object]:
+    """Return what a run's config.json tells about the machine: the settings device, dtype and
+    threads with the values that the run got, and names and versions."""
+    return {
+        'device': device,
+        'dtype': dtype.removeprefix('torch.'),
+        'threads': torch.get_num_threads(),
+        'device_name': device_name(device),
+        'world': dist.get_world_size() if dist.is_initialized() else 1,
+        'torch': str(torch.__version__),
+    }
+
+
+def mfu(
+    model: torch.nn.Module, tokens_per_s: float, device: str, compute_dtype: torch.dtype
+) -> str:
+    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
+    the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in bf16."""
+    name = (
+        device_name(device) if device.startswith('cuda') and compute_dtype == torch.bfloat16 else ''
+    )
+    peaks = [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]
+    flops = 3 * sum(model.flops_per_token().values()) * tokens_per_s
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return f'{flops / (world * peaks[0]):.1%}' if peaks else 'n/a'
 
 
 # ---- checkpoints ----
@@ -195,7 +302,8 @@ class RunFolder:
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
         self.command = shlex.join(['python', name, *sys.argv[1:]])
-        self.metadata = {'script': name, 'command': self.command}
+        self.code = code_record(script) if self.rank == 0 else {}
+        self.metadata = {'script': name, 'command': self.command, 'code': self.code}
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:
@@ -263,6 +371,8 @@ class RunFolder:
         if not is_export and metadata.get('script') != self.metadata['script']:
             if not set(fixed) <= before.keys():
                 raise UserError(f'{path}: was written by {metadata.get("script")}, another trainer')
+        if self.rank == 0 and 'code' in metadata:
+            self.compare_code(metadata)
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
@@ -289,6 +399,18 @@ class RunFolder:
         self.changes = changes
         self.metadata = {**self.metadata, **metadata}  # how the run was started
 
+    def compare_code(self, metadata: dict) -> None:
+        """Print a line if the run was started by another trainer, and one if the code has changed
+        since. metadata: of the run."""
+        script, code, before = self.metadata['script'], self.code, metadata['code']
+        if script != metadata['script']:
+            print0(f'the run was started by {metadata["script"]}, and goes on with {script}')
+        if code['checksum'] != before['checksum']:
+            is_same = code['script_checksum'] == before['script_checksum']
+            changed = f'modules that {script} imports have' if is_same else f'{script} has'
+            commits = f'commit {code["commit"]}, before {before["commit"]}'
+            print0(f'{changed} changed since the run was started ({commits})')
+
     def start(self, **metadata: object) -> None:
         """Write config.json, with `metadata` the machine; remove the run that is replaced, or the
         log lines after the step at which a run resumes; open the trackers. config.json has the
@@ -301,7 +423,8 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         lines = [f'{json.dumps(record)}\n' for record in self.records]
         write_text(''.join(lines), self.path / 'log.jsonl')
-        this = {'step': self.step, 'command': self.command, **metadata, 'changes': self.changes}
+        this = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
+        this['changes'] = self.changes
         starts = [*self.metadata.get('starts', []), this]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         first_step = self.step + 1 if self.records else None

@@ -50,7 +50,7 @@ def test_every_mode_is_measured_and_written_as_json_and_markdown(tmp_path, capsy
     path = tmp_path / 'new' / 'report.json'
     assert run_main(f'--suite={suite}', f'--out={path}') == 0
     report, rows = read_report(path)
-    assert {'command', 'device_name', 'commit', 'dtype', 'settings'} <= report.keys()
+    assert {'command', 'device_name', 'code', 'dtype', 'settings'} <= report.keys()
     assert [*rows] == keys
     for (name, model, _), row in rows.items():
         assert row['status'] == 'ok' and len(row['seconds']) == 2, row

@@ -276,7 +276,7 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     table = tmp_path / 'depth.csv'
     monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out'), 'some CPU'])
     write_lm(tmp_path / 'out/former-depth/1', 1.5, recurrent=True, n_layer=1, seed=11)
-    common = {'seed': 11, 'learning_rate': 0.1, 'commit': 'abc'}
+    common = {'seed': 11, 'learning_rate': 0.1, 'code': {'commit': 'abc'}}
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(
             tmp_path / f'out/depth/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common

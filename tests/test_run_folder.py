@@ -18,15 +18,17 @@ import pytest
 import torch
 from small_runs import assert_refused, run_lm
 
-from support import plots
+from support import plots, run_folder
 from support.run_folder import (
     LAST,
     PREV,
     RunFolder,
     Stopper,
+    code_record,
     load_checkpoint,
     load_last,
     log_of,
+    modules_of,
     settings_of,
 )
 
@@ -46,10 +48,13 @@ DEFAULTS = {
 FIXED = ('n_layer',)
 
 
-def open_folder(path, from_files=None, defaults=DEFAULTS, **command_line):
-    """Return the RunFolder of a toy trainer with these settings."""
+def open_folder(path, from_files=None, defaults=DEFAULTS, name='train_toy.py', **command_line):
+    """Return the RunFolder of a toy trainer with these settings. name: of its file, which lies
+    beside the folder; it is created if it does not exist."""
+    script = path.parent / name
+    script.touch()
     command_line = {'out_dir': str(path), **command_line}
-    return RunFolder(Settings(defaults, from_files or {}, command_line), FIXED, 'train_toy.py')
+    return RunFolder(Settings(defaults, from_files or {}, command_line), FIXED, script)
 
 
 def train(path, steps=3, saves=(2, 3), **options):
@@ -109,10 +114,118 @@ def test_another_version_of_the_trainer_resumes_a_run_and_another_trainer_does_n
     train(tmp_path)
     newer = {**DEFAULTS, 'z_loss': 0.5}
     assert open_folder(tmp_path, defaults=newer, resume=True).config['z_loss'] == 0.5
-    other = {**DEFAULTS, 'n_envs': 4}
-    settings = Settings(other, {}, {'out_dir': str(tmp_path), 'resume': True})
+    settings = Settings({**DEFAULTS, 'n_envs': 4}, {}, {'out_dir': str(tmp_path), 'resume': True})
     message = 'was written by train_toy.py, another trainer'
-    assert_refused(message, RunFolder, settings, ('n_envs',), 'train_other.py')
+    assert_refused(message, RunFolder, settings, ('n_envs',), __file__)
+
+
+# ---- the code of a run
+
+
+def git(folder, *arguments):
+    """Run a git command in a folder, as a user with a name."""
+    user = ['-c', 'user.name=me', '-c', 'user.email=me@example.org']
+    done = subprocess.run(['git', '-C', folder, *user, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+TRAINER = """import torch
+import layer  # beside the script
+from package import part
+
+def lazy():
+    from package.deep import nothing
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Return a project's folder with a trainer and modules, and support/run_folder.py."""
+    root = tmp_path / 'project'
+    files = {
+        'train.py': TRAINER,
+        'layer.py': 'def f(x):\n    return x + 1\n',
+        'package/__init__.py': '',
+        'package/part.py': 'from .deep import nothing\n',
+        'package/deep.py': 'from unknown import *\n',
+        'package/unused.py': '',
+        'support/run_folder.py': '',
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.setattr(run_folder, 'PROJECT', root)
+    monkeypatch.setattr(run_folder, '__file__', str(root / 'support/run_folder.py'))
+    return root
+
+
+def test_the_checksum_of_a_trainer_covers_what_it_imports_and_no_comments(project):
+    script, module = project / 'train.py', project / 'package/deep.py'
+    names = [str(path.relative_to(project)) for path in modules_of(script)]
+    package = ['package/__init__.py', 'package/part.py', 'package/deep.py']
+    assert names == ['train.py', 'layer.py', *package]
+    before = code_record(script)
+    assert before['folder'] == str(project) and before['commit'] == 'unknown'
+    (project / 'layer.py').write_text('"""A layer."""\ndef f(x):\n    return (x + 1)  # why\n')
+    (project / 'package/unused.py').write_text('x = 1')
+    script.rename(project / 'mine.py')
+    assert code_record(project / 'mine.py') == before
+    module.write_text('x = 1')
+    after = code_record(project / 'mine.py')
+    assert after['checksum'] != before['checksum']
+    assert after['script_checksum'] == before['script_checksum']
+
+
+def test_the_commit_is_that_of_the_modules(project, tmp_path, monkeypatch):
+    """It is unknown in a copy inside another repository, which does not keep it. GIT_DIR, as in a
+    hook, may name another repository. Files that git does not know, of the project or elsewhere,
+    and edited ones count as dirty; other files do not."""
+    outside = tmp_path / 'mine.py'
+    outside.write_text('import layer')
+
+    def commit(script=project / 'train.py'):
+        return code_record(script)['commit']
+
+    git(tmp_path, 'init', '-q')
+    git(tmp_path, 'commit', '-q', '--allow-empty', '-m', 'thesis')
+    assert commit() == 'unknown'
+    git(project, 'init', '-q')
+    git(project, 'add', '.')
+    git(project, 'commit', '-q', '-m', 'code')
+    monkeypatch.setenv('GIT_DIR', str(tmp_path / '.git'))
+    clean = git(project, '--git-dir=.git', 'rev-parse', '--short=12', 'HEAD')
+    assert commit() == clean
+    assert commit(outside) == f'{clean}-dirty'
+    (project / 'package/unused.py').write_text('x = 1')
+    assert commit() == clean
+    (project / 'layer.py').write_text('import new')
+    assert commit() == f'{clean}-dirty'
+    (project / 'layer.py').write_text('def f(x):\n    return x + 1\n')
+    assert commit() == clean
+    (project / 'mine.py').write_text('import layer')
+    (project / '.git/info/exclude').write_text('mine.py')
+    assert commit(project / 'mine.py') == f'{clean}-dirty'
+
+
+def test_a_resumed_run_names_another_trainer_and_other_code(tmp_path, capsys):
+    """A copy of the trainer under another name has the same code."""
+    path = tmp_path / 'run'
+
+    def lines(name, text, **options):
+        """Train with a trainer of this name and text; return the lines about the code."""
+        (tmp_path / name).write_text(text)
+        train(path, name=name, **options)
+        return [x for x in capsys.readouterr().out.splitlines() if 'started' in x]
+
+    assert lines('train_toy.py', 'x = 1') == []
+    assert lines('train_toy.py', 'x = 1  # one', resume=True) == []
+    message = 'the run was started by train_toy.py, and goes on with mine.py'
+    assert lines('mine.py', 'x = 1', resume=True) == [message]
+    (line,) = lines('train_toy.py', 'x = 2', resume=True)
+    assert line.startswith('train_toy.py has changed since the run was started (commit ')
+    config = settings_of(path)
+    assert config['code'] == config['starts'][0]['code'] != config['starts'][-1]['code']
 
 
 # ---- the log
@@ -144,7 +257,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_pat
     assert_refused('continue it with --resume=True, or replace it', open_folder, tmp_path)
     refusal = 'exclude each other'
     assert_refused(refusal, open_folder, tmp_path, resume=True, overwrite=True)
-    assert_refused(refusal, open_folder, tmp_path / 'new', resume='auto', overwrite=True)
+    assert_refused(refusal, open_folder, tmp_path.with_name('new'), resume='auto', overwrite=True)
     folder = open_folder(tmp_path, overwrite=True)
     assert contents_of(tmp_path) == before  # until the run really starts
     (tmp_path / 'notes.txt').write_text('mine')
@@ -395,4 +508,4 @@ def test_a_run_writes_its_log_config_picture_checkpoints_and_best_model(data, tm
     config = settings_of(tmp_path)
     assert (config['device'], config['dtype'], config['threads']) == ('cpu', 'float32', 1)
     assert config['rows'] == 8 and config['finished']
-    assert {'commit', 'device_name', 'torch', 'command', 'script'} <= config.keys()
+    assert {'code', 'device_name', 'torch', 'command', 'script'} <= config.keys()
