@@ -50,12 +50,18 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
         return h, c
 
-    def forward(self, idx: Tensor, targets: Tensor, state: tuple | None = None) -> tuple:
-        """Return loss.Loss and the next state, detached. idx, targets: (B, T)."""
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, state: tuple | None = None
+    ) -> tuple:
+        """Return logits (B, T, V) in fp32, or with targets the Loss; and the next state, detached.
+        idx, targets: (B, T)."""
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
-        logits = F.linear(x, self.head, self.head_bias).flatten(0, 1).float()  # (B * T, V)
-        loss = F.cross_entropy(logits, targets.flatten())
-        return Loss(loss, loss.detach()), tuple(s.detach() for s in state)
+        state = tuple(s.detach() for s in state)
+        logits = F.linear(x, self.head, self.head_bias).float()  # (B, T, V)
+        if targets is None:
+            return logits, state
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return Loss(loss, loss.detach()), state
 
     def fits_one_graph(self, state: tuple, T: int) -> bool:
         """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""

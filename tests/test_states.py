@@ -1,22 +1,34 @@
-"""Test state tracking: the text of data_states.py."""
+"""Test state tracking: the text of data_states.py, and the scores of paper/states.py."""
 
 import itertools
 import math
 import random
 import re
+import sys
+import textwrap
+from types import SimpleNamespace
 
 from configurator import Script
 
 import numpy as np
+import pandas
 import pytest
-from small_runs import assert_refused
+import torch
+import torch.nn.functional as F
+from small_runs import assert_refused, run_lm
+from test_stream import make_model
 
+import data_fineweb
 import data_states
 from data_states import MOVES, TRAIN, chains, entropy, likeliest, make_shards
+from paper import states
+from paper.states import accuracy
+from sample import load_model
 from support.loader import find_shards, read_shard
 
 DEFAULTS = Script(data_states.__file__).defaults | {'train_tokens': 100_000, 'val_tokens': 70_000}
 CHAIN = re.compile('([xr]+)=([a-h]+) ')
+RANDOM = torch.Generator().manual_seed(1)
 
 
 def prepare(folder, **settings):
@@ -122,3 +134,197 @@ def test_a_killed_preparation_is_repeated(tmp_path, monkeypatch):
 @pytest.mark.parametrize('moves', ['S6', 'bacde', 'bacde,bcd', 'abcd,bcdd', 'bca,cab,abc', ',', ''])
 def test_moves_that_are_no_permutations_are_refused(tmp_path, moves):
     assert_refused(f"moves = '{moves}': expected S5, Z5", prepare, tmp_path, moves=moves)
+
+
+# ---- scores ----
+
+
+class Alphabet:
+    """A model that expects 'a' after '=', and after every other byte the next one."""
+
+    head = torch.zeros(1)
+    layers = [SimpleNamespace(window=8)]
+
+    def init_state(self, B):
+        return None
+
+    def __call__(self, idx, targets, state):
+        guesses = torch.where(idx == ord('='), ord('a'), idx + 1)
+        return F.one_hot(guesses, 256).float(), None
+
+
+def test_accuracy_is_a_count_by_hand(monkeypatch):
+    """The model is right about 'abc', and wrong about the first letter of 'bca' and the second of
+    'acb'. With two letters to predict, three moves span 9 bytes, one more than its window."""
+    monkeypatch.setattr(states, 'WARM_UP', 0)
+    streams = [b'xxr=abc xr=abc r=bca xrx=abc x=acb ', b'r=abc x=abc xx=bca xrrr=acb r=bcax=']
+    table = accuracy(Alphabet(), streams).set_index('length')
+    assert table['accuracy'].to_dict() == {1: 1 / 3, 2: 1 / 2, 3: 1, 4: 0}
+    assert table['answers'].to_dict() == {1: 3, 2: 2, 3: 1, 4: 1}
+    assert table['exceeds'].to_dict() == {1: False, 2: False, 3: True, 4: True}
+    monkeypatch.setattr(states, 'WARM_UP', 19)
+    assert accuracy(Alphabet(), streams)['answers'].to_list() == [1, 1, 1]
+
+
+def half_right(model, B, n):
+    """Return streams (B, n), in which every second byte, from byte 1 on, is the likeliest there."""
+    ids, state = torch.randint(256, (B, n), generator=RANDOM), model.init_state(B)
+    with torch.no_grad():
+        for t in range(1, n):
+            logits, state = model(ids[:, t - 1 : t], None, state)
+            if t % 2:
+                ids[:, t] = logits[:, 0].argmax(-1)
+    return ids
+
+
+KINDS = [{}, {'share_kv': False}, {'recurrent': False}, {'arch': 'lstm'}]
+
+
+@pytest.mark.parametrize('kind', KINDS, ids=str)
+def test_streams_are_read_with_carried_state_in_any_number_of_rows(kind):
+    model = make_model(**kind)
+    ids = half_right(model, 5, 150)
+    right = states.read(model, ids, rows=5)
+    assert right[:, 1::2].all() and right[:, 2::2].sum() < 25 and not right[:, 0].any()
+    for rows in (1, 2, 100):
+        assert torch.equal(states.read(model, ids, rows), right)
+
+
+@pytest.mark.parametrize('erase, kind', [('s', True), ('caches', True), ('caches', False)])
+def test_erasing_all_of_the_state_is_a_new_start(erase, kind):
+    """s is all of the state if W is one token; the caches are if the first layer does not read s,
+    or if there is none."""
+    model = make_model(recurrent=kind, window=1 if erase == 's' else 12)
+    if kind:
+        model.layers[0].a.data.fill_(4 if erase == 's' else 0)
+    at = torch.zeros(2, 40, dtype=torch.bool)
+    at[0, 17] = at[1, 4] = at[1, 24] = True
+    parts = [[half_right(model, 1, n) for n in sizes] for sizes in ((17, 23), (4, 20, 16))]
+    ids = torch.cat([torch.cat(row, 1) for row in parts])
+    starts = [0, 17], [0, 4, 24]
+    expected = torch.zeros(2, 40, dtype=torch.bool)
+    for b, row in enumerate(starts):
+        for start, end in zip(row, [*row[1:], 40], strict=True):
+            expected[b, start + 1 : end : 2] = True
+    assert states.read(model, ids, 2, erase, at)[expected].all()
+    assert not states.read(model, ids, 2)[expected].all()
+
+
+def test_the_state_is_erased_some_moves_before_the_answer(monkeypatch):
+    """Chains of fewer moves are left out."""
+    found = []
+    monkeypatch.setattr(states, 'WARM_UP', 0)
+    monkeypatch.setattr(states, 'read', lambda *args: found.append(args) or args[1] == args[1])
+    streams = [b'xr=abc r=bca xrx=abc ']
+    for moves_before, places in ((0, [8, 16]), (1, [7, 15]), (2, [14]), (3, [13])):
+        table = accuracy(Alphabet(), streams, erase='s', moves_before=moves_before)
+        *_, erase, at = found.pop()
+        assert erase == 's' and at.nonzero()[:, 1].tolist() == places
+        assert table['answers'].sum() == len(places)
+
+
+def test_the_test_text_has_every_length_equally_often():
+    for name, pair in MOVES.items():
+        streams = states.test_text(pair, 12, 200)
+        assert len({len(text) for text in streams}) == 1 and len(streams) == 100, name
+        counts = [*range(1, 13), 15, 18, 21, 24]
+        for text in streams[:3]:
+            found = [x for x in states.find_answers(text) if x.begin >= states.WARM_UP]
+            assert sorted(x.length for x in found) == sorted(2 * counts)
+            for x in found:
+                items = len(pair[0])
+                start = text[x.first : x.first + items + 1].decode()
+                chain = text[x.first + items + 1 : x.end + 1].decode()
+                assert set(start) == {*pair[0], ' '} and x.end == x.begin + items - 1
+                names, arrangement = CHAIN.fullmatch(chain + ' ').groups()
+                assert len(names) == x.length
+                for move in names:
+                    start = data_states.apply(pair['xr'.index(move)], start[:items])
+                assert arrangement == start
+                assert x.length < 16 or data_states.is_held_out(names)
+
+
+def test_the_tracked_length_is_the_longest_before_any_failure():
+    assert states.tracked(pandas.Series([1, 0.95, 0.94, 1], [1, 2, 3, 4])) == 2
+    assert states.tracked(pandas.Series([1.0, 1.0], [1, 6])) == 6
+    assert states.tracked(pandas.Series([0.9, 1.0], [1, 6])) == 0
+
+
+# ---- the script ----
+
+
+@pytest.fixture(scope='module')
+def trained_states(tmp_path_factory):
+    """Return a folder with a text of at most 4 moves and runs on it: recurrent, nonrecurrent, lstm
+    and a second seed of recurrent."""
+    folder = tmp_path_factory.mktemp('states')
+    prepare(folder / 'data', most_moves=4)
+    settings = [{'name': 'recurrent'}, {'name': 'again', 'seed': 2}]
+    settings += [{'name': 'nonrecurrent', 'recurrent': False}, {'name': 'lstm', 'arch': 'lstm'}]
+    for run in settings:
+        name = run.pop('name')
+        sizes = {'window': 16, 'max_iters': 2, 'eval_interval': 2, **run}
+        assert run_lm(folder / 'data', folder / 'runs' / name, **sizes) == 0
+    return folder
+
+
+def score(monkeypatch, *arguments):
+    """Run paper.states with these arguments."""
+    monkeypatch.setattr(sys, 'argv', ['paper.states', *map(str, arguments)])
+    states.main()
+
+
+def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypatch, capsys):
+    score(monkeypatch, trained_states / 'runs', '--chains=100', f'--out={tmp_path}')
+    printed = capsys.readouterr().out
+    table = pandas.read_csv(tmp_path / 'states.csv')
+    assert len(table) == 4 * 8 and set(table['length']) == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert (table['answers'] == 100).all() and (table['task'] == 'S5').all()
+    assert (table['beyond'] == (table['length'] > 4)).all() and table['commit'].notna().all()
+    is_long = (table['length'] + 10 > 16) & (table['model'] != 'LSTM')
+    assert (table['exceeds'] == is_long).all()
+    run = trained_states / 'runs/nonrecurrent'
+    one = accuracy(load_model(run, 'best'), states.test_text(MOVES['S5'], 4, 100))
+    found = table[table['folder'] == str(run)]
+    assert found['accuracy'].to_list() == one['accuracy'].to_list()
+    assert (tmp_path / 'states.png').stat().st_size > 10_000
+    lines = pandas.read_csv(tmp_path / 'states_table.csv', dtype=str)
+    assert lines['seeds'].to_list() == ['1', '1', '2'] and lines['8'].str.endswith('+').all()
+    assert re.search(r'non-recurrent, L = 2, E = 2, d = 32 \(0.0 MB, \d s\)', printed)
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['nonrecurrent', '--erase=s'], 'nonrecurrent: the model has no s to erase'),
+        (['lstm', '--erase=caches'], 'lstm: the model has no caches to erase'),
+        (['lstm', '--chains=150'], '--chains=150: must be a multiple of 100'),
+        (['missing'], 'missing: holds no run'),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(trained_states, monkeypatch, arguments, message):
+    monkeypatch.chdir(trained_states / 'runs')
+    assert_refused(message, score, monkeypatch, *arguments)
+
+
+def test_a_run_on_another_text_is_refused(data, tmp_path, monkeypatch):
+    assert run_lm(data, tmp_path / 'other', max_iters=1) == 0
+    assert_refused('holds no text of data_states.py', score, monkeypatch, tmp_path / 'other')
+
+
+def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch):
+    """The model of the alphabet is right about 'ab' and 'abc', and wrong about 'ba'. A trained one
+    is scored by the number of letters in a text that it has not read."""
+    monkeypatch.chdir(tmp_path)
+    code, names = re.search('\n    import random.*', states.__doc__, re.DOTALL)[0], {}
+    exec(textwrap.dedent(code).replace('200_000', '4000'), names)
+    with monkeypatch.context() as patch:
+        patch.setattr(states, 'WARM_UP', 0)
+        table = accuracy(Alphabet(), [b'cab=cab ab=ab abc=abc ba=ba '], names['find_answers'])
+    assert table.set_index('length')['accuracy'].to_dict() == {2: 1 / 2, 3: 1}
+    settings = {'text': 'copy.txt', 'tokenizer': 'bytes', 'data_dir': 'data/copy'}
+    data_fineweb.make_shards(Script(data_fineweb.__file__).defaults | settings)
+    assert run_lm('data/copy', 'out/copy', max_iters=2, eval_interval=2) == 0
+    model = load_model('out/copy', 'best')
+    table = accuracy(model, [names['make_text'](2, 400)], names['find_answers'])
+    assert table['length'].to_list() == [*range(1, 17)] and 380 < table['answers'].sum() < 400

@@ -22,7 +22,7 @@ KINDS = pytest.mark.parametrize(
 
 def make_model(arch='experts', recurrent=True, **sizes):
     """Return a model with random weights."""
-    config = ModelConfig(256, **SIZES, **sizes)
+    config = ModelConfig(256, **{**SIZES, **sizes})
     torch.manual_seed(0)
     build = lstm.build_lstm if arch == 'lstm' else build_model
     model = build(config, recurrent)

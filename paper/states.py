@@ -1,0 +1,328 @@
+"""Score language models on state tracking: the share of right answers by number of moves.
+
+    python data_states.py
+    python train_lm.py config/states.py
+    python -m paper.states out/states_S5             # runs, or folders of runs
+    python -m paper.states out/states_S5 --erase=caches --moves_before=4 --chains=200
+
+Every run is scored on a test text of its task (data_states.py): --chains chains of each length, up
+to twice the longest in training, whose long chains no training text contains. An arrangement is
+right if all its letters but the last, which the others imply, are the likeliest next bytes, each
+after the true bytes before it. The text is read in 100 streams with a carried state, in fp32;
+answers in the first 128 bytes of a stream do not count. The floor is the best that a model can do
+that does not read the moves: it always answers with the likeliest arrangement after n moves.
+
+With --erase the state is damaged on purpose, to show what carries the answer: before the '=' of
+every chain, or before the move that is --moves_before moves earlier, s becomes zero, or the caches
+of keys and values become empty. Chains of fewer moves do not count then.
+
+Writes states.csv, a row per run and number of moves; states_table.csv and .md; and states.png.
+
+A task of your own is any text of which a function says where the answers are. This is all that a
+copy task needs, 'cab=cab ddacb=ddacb ...', to be scored by the number of letters:
+
+    import random
+    import re
+    from pathlib import Path
+
+    from paper.states import Answer, accuracy
+
+    def make_text(seed, n_words):
+        rng = random.Random(seed)
+        words = (''.join(rng.choices('abcd', k=rng.randint(1, 16))) for _ in range(n_words))
+        return ''.join(f'{word}={word} ' for word in words).encode()
+
+    def find_answers(text):
+        for match in re.finditer(rb'(?<= )([a-d]+)=([a-d]+) ', text):
+            yield Answer(len(match[1]), match.start(), match.start(2), match.end(2))
+
+    Path('copy.txt').write_bytes(make_text(1, 200_000))
+
+    # python data_fineweb.py --text=copy.txt --tokenizer=bytes
+    # python train_lm.py config/states.py --data_dir=data/text_bytes --out_dir=out/copy
+    # model = LanguageModel.from_pretrained('out/copy/best')
+    # print(accuracy(model, [make_text(2, 1000)], find_answers))
+"""
+
+import argparse
+import functools
+import math
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import UserError, run_script
+
+import pandas
+import torch
+from matplotlib.figure import Figure
+from pandas import DataFrame, Series
+from torch import Tensor
+
+from data_states import HELD_OUT, MOVES, chains, likeliest
+from lstm import LSTM
+from model import EVAL_CHUNK, LanguageModel, State
+from paper.figures import (
+    COLORS,
+    chart,
+    name_cells,
+    runs,
+    save_figure,
+    save_table,
+    summarize,
+    varied,
+)
+from paper.sweep import Parser, matching, path
+from sample import load_model
+from support.files import write_text
+from support.loader import read_meta
+from support.ranks import pick_device
+
+STREAMS = 100
+WARM_UP = 128  # bytes at the start of a stream, in which answers do not count
+TRACKED = 0.95  # accuracy from which on a length counts as tracked
+FLOOR = 'floor: always the likeliest arrangement'
+TITLE = 'Moves permute letters: how often does a model know to which arrangement they lead?'
+
+
+class Answer(NamedTuple):
+    """An answer in a text: the bytes begin .. end - 1, all of which must be right."""
+
+    length: int  # what accuracies are tabulated by: the number of moves
+    first: int  # the first byte that a model must have read to know the answer
+    begin: int
+    end: int
+
+
+# ---- the test text ----
+
+
+def lengths_of_test(most: int) -> list[int]:
+    """Return the numbers of moves in the test text: all in training, and four up to twice that."""
+    return sorted({*range(1, most + 1), *(most * k // 4 for k in range(5, 9))})
+
+
+@functools.cache
+def test_text(pair: tuple[str, str], most: int, n_chains: int) -> list[bytes]:
+    """Return STREAMS streams of equal length. Each has n_chains / STREAMS chains of every number of
+    moves, in random order, after WARM_UP bytes of chains of eight moves."""
+    rng, streams = random.Random('test'), []
+    for _ in range(STREAMS):
+        counts = lengths_of_test(most) * (n_chains // STREAMS)
+        rng.shuffle(counts)
+        size = WARM_UP + sum(n + len(pair[0]) + 2 for n in counts)
+        text = ''.join(chains(pair, [8] * (WARM_UP // 8) + counts, rng, HELD_OUT))
+        streams.append(text[-size:].encode())
+    return streams
+
+
+def find_answers(text: bytes) -> Iterator[Answer]:
+    """Yield the arrangements, without their last letters, of all chains but the first."""
+    for match in re.finditer(rb'(?<= )([xr]+)=([a-h]+)(?= )', text):
+        items = len(match[2])
+        start = match.start() - 1 - items  # of the arrangement before
+        yield Answer(len(match[1]), start, match.start(2), match.end(2) - 1)
+
+
+# ---- accuracies ----
+
+
+def erase_in(state: State, part: str, rows: Tensor) -> State:
+    """Return the state with s set to zero, or with empty caches, in the rows (B,) that are True."""
+    if part == 's':
+        return state._replace(s=state.s.masked_fill(rows[:, None], 0))
+    return state._replace(count=state.count.masked_fill(rows, 0))
+
+
+@torch.no_grad()
+def read(
+    model: LanguageModel | LSTM, ids: Tensor, rows: int, erase: str = '', at: Tensor | None = None
+) -> Tensor:
+    """Return whether each token of streams ids (N, n) is the likeliest after those before it: (N,
+    n) bool, False for the first. `rows` streams at a time, which does not change the result, are
+    read from an empty state. erase: 's' or 'caches', which are erased before each token at which
+    `at` (N, n) is True."""
+    T = 1 if erase else EVAL_CHUNK
+    right = torch.zeros(ids.shape, dtype=torch.bool)
+    for first in range(0, len(ids), rows):
+        part = slice(first, first + rows)
+        x = ids[part].to(model.head.device)
+        state = model.init_state(len(x))
+        for t in range(0, x.size(1) - 1, T):
+            if erase:
+                state = erase_in(state, erase, at[part, t].to(x.device))
+            targets = x[:, t + 1 : t + 1 + T]
+            logits, state = model(x[:, t : t + targets.size(1)], None, state)  # (B, T, V)
+            right[part, t + 1 : t + 1 + T] = (logits.argmax(-1) == targets).cpu()
+    return right
+
+
+def accuracy(
+    model: LanguageModel | LSTM,
+    streams: list[bytes],
+    find: Callable[[bytes], Iterable[Answer]] = find_answers,
+    erase: str = '',
+    moves_before: int = 0,
+    rows: int = STREAMS,
+) -> DataFrame:
+    """Return the `accuracy` and the number of `answers` for each length of the answers that `find`
+    finds in streams of equal size, and whether one of that length `exceeds` the window W: whether
+    more than W bytes lie between the first that the model needs and the last that it must predict.
+
+    erase: 's' or 'caches', which are erased before the last byte that precedes an answer, or
+    `moves_before` bytes earlier. rows: streams to read at a time."""
+    width = math.inf if isinstance(model, LSTM) else max(x.window for x in model.layers)
+    ids = torch.tensor([[*text] for text in streams])  # (N, n)
+    answers = [
+        (b, answer)
+        for b, text in enumerate(streams)
+        for answer in find(text)
+        if answer.begin >= WARM_UP and answer.length >= moves_before
+    ]
+    at = torch.zeros(ids.shape, dtype=torch.bool)
+    for b, answer in answers:
+        at[b, answer.begin - 1 - moves_before] = True
+    right = read(model, ids, rows, erase, at)
+    table = DataFrame(
+        {
+            'length': answer.length,
+            'right': bool(right[b, answer.begin : answer.end].all()),
+            'exceeds': answer.end - 1 - answer.first > width,
+        }
+        for b, answer in answers
+    )
+    groups = table.groupby('length')
+    columns = {'accuracy': ('right', 'mean'), 'answers': ('right', 'count')}
+    return groups.agg(**columns, exceeds=('exceeds', 'max')).reset_index()
+
+
+def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame:
+    """Return the accuracies of a run, a row of figures.runs, on the test text of its task. options:
+    those of `accuracy`. Raises UserError if the run was trained on another text."""
+    folder, erase = run['folder'], options.get('erase')
+    if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
+        raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
+    meta = read_meta(run['data_dir']) or {}
+    if 'most_moves' not in meta:
+        reason = f'data_dir = {run["data_dir"]!r} holds no text of data_states.py'
+        raise UserError(f'{folder}: {reason}: prepare it again, or leave the run out by --only')
+    pair, most = tuple(meta['moves']), meta['most_moves']
+    model = load_model(folder, which, pick_device('auto'))
+    table = accuracy(model, test_text(pair, most, n_chains), **options)
+    names = [name for name, known in MOVES.items() if known == pair]
+    return table.assign(
+        folder=folder,
+        task=names[0] if names else ','.join(pair),
+        floor=table['length'].map(likeliest(pair, 2 * most)),
+        beyond=table['length'] > most,
+    )
+
+
+def tracked(accuracies: Series) -> int:
+    """Return the largest length with an accuracy of at least TRACKED there and at all shorter ones.
+    accuracies: by length, in ascending order."""
+    kept = accuracies.index[(accuracies >= TRACKED).cumprod() == 1]
+    return int(kept.max()) if len(kept) else 0
+
+
+# ---- tables and pictures ----
+
+
+def name_lines(frame: DataFrame) -> Series:
+    """Return a name for each run, which runs that differ in their seed and task alone share: kind,
+    sizes and settings that differ, and the training data and time, as means over seeds."""
+    name = frame['kind'].where(frame['model'] != 'LSTM', 'LSTM') + ', ' + name_cells(frame)
+    for setting in varied(frame):
+        if setting not in ('data_dir', 'eval_interval'):
+            name += f', {setting} = ' + frame[setting].astype(str)
+    if frame['plan'].nunique() > 1:
+        name = frame['plan'] + ': ' + name
+    cost = frame.groupby(name)[['last_tokens', 'seconds']].transform('mean')
+    size = (cost['last_tokens'] / 1e6).map(' ({:.1f} MB, '.format)
+    return name + size + cost['seconds'].map('{:.0f} s)'.format)
+
+
+def tabulate(scores: DataFrame) -> DataFrame:
+    """Return a table with a row for each task and line: the number of seeds, the means over seeds
+    of the accuracy over the lengths of training and of the length that is tracked, and accuracies
+    by length, marked by * where an answer exceeds W and by + beyond the lengths of training."""
+    rows = []
+    for (task, line), part in scores.groupby(['task', 'line'], sort=False):
+        runs = [run.set_index('length')['accuracy'] for _, run in part.groupby('folder')]
+        row = {'task': task, 'model': line, 'seeds': len(runs)}
+        row['mean'] = part.loc[~part['beyond'], 'accuracy'].mean()
+        row['tracked'] = sum(map(tracked, runs)) / len(runs)
+        most = part.loc[~part['beyond'], 'length'].max()
+        for length, one in part.groupby('length'):
+            if length <= 2 or length % max(1, most // 8) == 0:
+                marks = ('*' if one['exceeds'].any() else '') + ('+' if one['beyond'].any() else '')
+                row[str(length)] = f'{one["accuracy"].mean():.2f}{marks}'
+        rows.append(row)
+    return DataFrame(rows)
+
+
+def draw(scores: DataFrame) -> Figure:
+    """Return a picture of the accuracies over the number of moves, a panel for each task, or, of
+    many lines, for each task and kind. The lengths beyond those of training are shaded."""
+    scores = scores.assign(panel=scores['task'])
+    if scores['line'].nunique() >= len(COLORS):
+        scores['panel'] += ', ' + scores['kind']
+    by = ['model', 'plan', 'panel', 'line', 'length']
+    floors = scores.drop_duplicates(['panel', 'length']).assign(line=FLOOR)
+    floors['accuracy'] = floors['floor']
+    points = pandas.concat([summarize(x, by, 'accuracy') for x in (scores, floors)])
+    labels = 'moves since an arrangement was last shown', 'right arrangements'
+    figure = chart(points, 'length', 'accuracy', labels, TITLE, to_scale=True)
+    for axes, (_, part) in zip(figure.axes, scores.groupby('panel', sort=False), strict=True):
+        most, last = part.loc[~part['beyond'], 'length'].max(), part['length'].max()
+        axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
+        axes.text(most + 1, 1.02, 'longer than in training', fontsize=6)
+        for start in part[part['exceeds']].groupby('folder')['length'].min().unique():
+            axes.axvline(start, color='gray', ls=':', lw=1)
+            axes.text(start + 0.5, 0.95, 'longer than\nthe window W', fontsize=6, va='top')
+        axes.set(xlim=(0, last + 0.5), ylim=(0, 1.08))
+        axes.yaxis.set_major_formatter('{x:.0%}')
+    return figure
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser('python -m paper.states', None, __doc__, formatter_class=form)
+    add = parser.add_argument
+    add('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
+    add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
+    add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')
+    add('--erase', choices=['s', 'caches'], default='', help='part of the state to erase')
+    add('--moves_before', type=int, default=0, help="erase so many moves before the '='")
+    add('--only', help='a condition on the runs, as in "n_layer == 1"')
+    add('--out', type=path, help='folder to write to; default: that of the runs')
+    args = parser.parse_args()
+    if args.chains < STREAMS or args.chains % STREAMS:
+        raise UserError(f'--chains={args.chains}: must be a multiple of {STREAMS}')
+    frame = runs(args.folders)
+    frame = frame if args.only is None else matching(frame, args.only)
+    frame = frame.assign(line=name_lines(frame))
+    options = {'which': args.which, 'erase': args.erase, 'moves_before': args.moves_before}
+    parts = []
+    for run in frame.to_dict('records'):
+        print(f'{run["folder"]}: reading', flush=True)
+        parts.append(score(run, args.chains, **options))
+    about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds commit'.split()
+    scores = frame[about].merge(pandas.concat(parts), on='folder')
+    out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
+    out.mkdir(parents=True, exist_ok=True)
+    name = f'states_without_{args.erase}_{args.moves_before}' if args.erase else 'states'
+    write_text(scores.to_csv(index=False), out / f'{name}.csv')
+    print(out / f'{name}.csv')
+    table = tabulate(scores)
+    note = '*: an answer spans more than W bytes; +: more moves than in training.'
+    save_table(table, f'{out}/{name}_table', note)
+    save_figure(draw(scores), out / f'{name}.png')
+    print(f'{table.round(3).to_string(index=False)}\n{note}')
+
+
+if __name__ == '__main__':
+    run_script(main)
