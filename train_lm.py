@@ -346,7 +346,7 @@ def main(config: Settings) -> int:
     unit = 'byte' if tokenizer == 'bytes' else 'token'
     if eval_only:
         loss, bits = validate()
-        n = val_streams * (val_tokens // val_streams)
+        n = val_streams * val_x.size(1)
         text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {n:,} tokens'
         print0(f'{out_dir}, step {folder.step}: validation loss {text}')
         ranks.leave_ranks()

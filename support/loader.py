@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from support.files import read_json, write_atomic, write_json
+from support.ranks import print0
 
 MAGIC = 20240520
 HEADER = 256  # length of the header in int32
@@ -207,7 +208,8 @@ class Loader:
         for path in paths:
             tokens = read_shard(path, V)
             if self.count_windows(tokens) < 1:
-                raise UserError(f'{path}: {len(tokens)} tokens are too few for {rows}')
+                advice = 'lower tokens_per_step or block_size, or prepare more text'
+                raise UserError(f'{path}: {len(tokens)} tokens are too few for {rows}: {advice}')
             self.shards.append(tokens)
         self.open_shard(epoch=0, shard=0)
 
@@ -273,24 +275,24 @@ def load_val(
     """Return inputs x and targets y, one token later, for validation: int64 of shape (streams, n)
     each, with n = val_tokens // val_streams and about val_streams / world streams per rank.
 
-    The streams are the first val_tokens tokens of the shards, cut into val_streams parts. With
-    share = (rank, world), each rank gets its part of them. Raises UserError if the shards hold too
-    few tokens.
+    The streams are the first val_tokens tokens of the shards, cut into val_streams parts; if there
+    are fewer tokens, a line says how many are used. With share = (rank, world), each rank gets its
+    part of them. Raises UserError if there are too few for any stream.
     """
     rank, world = share
-    n = val_tokens // val_streams
-    if n < 1:
-        raise UserError(
-            f'val_tokens = {val_tokens} cannot be cut into val_streams = {val_streams} streams'
-        )
-    needed = val_streams * n + 1
     tokens = np.zeros(0, np.uint16)
     for path in paths:
-        tokens = np.concatenate([tokens, read_shard(path, V)[: needed - len(tokens)]])
-    if len(tokens) < needed:
+        tokens = np.concatenate([tokens, read_shard(path, V)[: val_tokens + 1 - len(tokens)]])
+    n = (len(tokens) - 1) // val_streams
+    if n < 1:
         raise UserError(
-            f'{paths[-1]}: {len(tokens):,} validation tokens, {needed - len(tokens):,} fewer than '
-            f'val_tokens = {val_tokens} needs: lower val_tokens'
+            f'{paths[-1]}, val_tokens = {val_tokens}: {len(tokens) - 1} tokens cannot be cut into '
+            f'val_streams = {val_streams} streams: lower val_streams'
+        )
+    if n < val_tokens // val_streams:
+        print0(
+            f'{paths[-1]}: {len(tokens):,} tokens, fewer than val_tokens = {val_tokens:,}: '
+            f'validation is on {val_streams} streams of {n:,}'
         )
     first, last = rank * val_streams // world, (rank + 1) * val_streams // world
     tokens = torch.from_numpy(tokens[first * n : last * n + 1].astype(np.int64))

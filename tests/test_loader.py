@@ -132,8 +132,30 @@ def test_positions_and_batches_that_do_not_fit_the_data_are_refused(tmp_path):
     reader = Loader(paths, 4, 5, 256, True)
     state = {'epoch': 0, 'shard': 0, 'window': 5}
     assert_refused('does not exist in this data at B = 4, T = 5', reader.load_state_dict, state)
-    assert_refused('too few for B = 40 rows', Loader, paths, 40, 5, 256, True)
+    message = 'too few for B = 40 rows .*: lower tokens_per_step or block_size'
+    assert_refused(message, Loader, paths, 40, 5, 256, True)
     assert_refused('cannot be shared by 3', Loader, paths, 4, 5, 256, True, share=(0, 3))
+
+
+@pytest.mark.parametrize('val_tokens', [160, 161, 10**9])
+def test_validation_takes_as_many_tokens_as_there_are(tmp_path, capsys, val_tokens):
+    """The shards hold 161 tokens, inputs and last targets of 16 streams of 10."""
+    paths, shards = make_shards(tmp_path, [97, 64])
+    x, y = load_val(paths, val_tokens, 16, 256)
+    data = sum(shards, [])
+    assert (x.flatten().tolist(), y.flatten().tolist()) == (data[:-1], data[1:])
+    line = f'{paths[1]}: 161 tokens, fewer than val_tokens = {val_tokens:,}: '
+    line += 'validation is on 16 streams of 10\n'
+    assert capsys.readouterr().out == ('' if val_tokens < 176 else line)
+
+
+def test_validation_streams_without_tokens_are_refused(tmp_path):
+    paths, _ = make_shards(tmp_path, [97, 64])
+    for tokens, found, streams in ((200, 160, 161), (10, 10, 20)):
+        message = (
+            f'val_tokens = {tokens}: {found} tokens cannot be cut into val_streams = {streams} '
+        )
+        assert_refused(message, load_val, paths, tokens, streams, 256)
 
 
 @pytest.mark.parametrize('val_tokens, streams, world', [
