@@ -18,7 +18,8 @@ says what they were prepared from. A last shard of less than 1% of `shard_tokens
 The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
 if --shuffle_seed is set. The start of local text of fewer than 20 documents would be no fair
 sample: such text is cut into blocks of about 10,000 characters, of which some at regular distances
-validate, and the others follow in order.
+validate, and the others follow in order. A warning says how many documents of the validation shard
+are also in the training shards.
 
 After an interruption, run the same command again: finished shards stay, and the result has the
 same bytes as without the interruption.
@@ -53,6 +54,7 @@ from support.export import HUB_ERRORS, call_hub, pin_revision
 from support.files import open_text, remove_temporary
 from support.loader import (
     READY_MADE,
+    fingerprint,
     read_meta,
     read_shard,
     refuse_missing,
@@ -109,6 +111,7 @@ BATCH_SIZE = 2**20  # ... and about this many characters at most, of local files
 SAVED = {'dataset_dict.json', 'state.json'}  # written by `save_to_disk` of `datasets`
 SKIP = '--skip_bad=True leaves such documents out'
 NAMED = 20  # documents that are left out and named; the others are counted only
+UNPACKERS = {'zstd': 'zstandard', 'lz4': 'lz4'}  # packages that `datasets` needs for a compression
 
 
 # ---- files of text ----
@@ -270,7 +273,8 @@ def expand_paths(text: str) -> list[str]:
     paths = list(paths.values())
     for path in paths:
         if kind_of(path) not in READERS:
-            raise UserError(f'--text: {path!r}: expected files of {", ".join(READERS)}')
+            advice = '--dataset=FOLDER reads other kinds, such as .json and .zst, and whole folders'
+            raise UserError(f'--text: {path!r}: expected files of {", ".join(READERS)}: {advice}')
     return paths
 
 
@@ -371,6 +375,16 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
 # ---- data sets ----
 
 
+def reason_of(error: Exception) -> str:
+    """Return the message of an error of `datasets`, with the package to install if one is
+    missing."""
+    reason = first_line(error)
+    missing = re.search(r'Compression type (\w+) not supported', reason)
+    if missing and missing[1] in UNPACKERS:
+        reason += f': pip install {UNPACKERS[missing[1]]}'
+    return reason
+
+
 def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[dict]:
     """Return the documents of config['dataset'] as a `datasets.IterableDataset` with one column.
 
@@ -395,7 +409,7 @@ def open_stream(config: dict, paths: list[str], commit: str | None) -> Iterable[
     except (*HUB_ERRORS, KeyError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f'dataset = {name!r}, subset = {config["subset"]!r}, split = {split!r}, '
-            f'column = {column!r}: cannot be opened: {first_line(error)}'
+            f'column = {column!r}: cannot be opened: {reason_of(error)}'
         ) from None
 
 
@@ -413,7 +427,7 @@ def batch_stream(
         try:
             values = [row[config['column']] for row in itertools.islice(documents, BATCH)]
         except (*HUB_ERRORS, KeyError) as error:
-            reason = f'cannot be read after document {rows}: {first_line(error)}'
+            reason = f'cannot be read after document {rows}: {reason_of(error)}'
             advice = 'run the same command again to continue, or repair that file'
             raise UserError(f'{name} {reason}: {advice}') from None
         if not values:
@@ -434,13 +448,19 @@ def describes_itself(folder: str) -> bool:
 
 
 def open_dataset(folder: str, config: dict) -> Source:
-    """Return the source of --dataset, on the Hub or in a folder. `folder` gets the shards."""
+    """Return the source of --dataset, on the Hub or in a folder. `folder` gets the shards. The name
+    of a folder's source has a hash of the names and sizes of its files and of the first and last
+    bytes of each."""
     name = config['dataset']
     if is_local := os.path.isdir(name):
         name = config['dataset'] = os.path.normpath(name)
+    elif os.path.isfile(name):
+        raise UserError(f'dataset = {name!r}: a file: give its folder, or use --text={name}')
     elif name.count('/') > 1 or name.startswith(('.', '/', '~')):
         raise UserError(f'dataset = {name!r}: no such folder, and no name of the Hub (owner/name)')
-    source = f'{name} ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
+    # A folder may be moved, or named in another way.
+    source = 'a folder' if is_local else name
+    source += f' ({config["subset"] or "default"}, {config["split"]}, {config["column"]})'
     source += f' at {config["revision"]}' if config['revision'] else ''
     paths = []
     if is_local and not describes_itself(name):
@@ -452,12 +472,12 @@ def open_dataset(folder: str, config: dict) -> Source:
         paths = list_folder(name)
     if is_local:
         files = paths or files_in(name)
-        stats = [(os.path.relpath(file, name), os.stat(file)) for file in files]
-        about = repr([(file, x.st_size, x.st_mtime_ns) for file, x in stats])
-        digest = hashlib.sha256(about.encode(errors='surrogateescape'))
-        source += ': ' if paths else '; the folder has '
-        source += f'{len(files)} files, {sum(x.st_size for _, x in stats)} bytes, '
-        source += f'names and times {digest.hexdigest()[:16]}'
+        names = [os.path.relpath(file, name) for file in files]
+        about = list(zip(names, fingerprint(files), strict=True))
+        digest = hashlib.sha256(repr(about).encode(errors='surrogateescape'))
+        source += ': ' if paths else '; it has '
+        source += f'{len(files)} files, {sum(size for _, (_, size, _) in about)} bytes, '
+        source += f'names, starts and ends {digest.hexdigest()[:16]}'
 
     def open_batches(meta: dict) -> Callable:
         if paths and kind_of(paths[0]) in READERS:
@@ -530,6 +550,49 @@ def encode_ahead(tokenizer: Tokenizer, batches: Iterable[tuple]) -> Iterator[tup
             yield position, *future.result()
 
 
+def documents_in(paths: list[str], tokenizer: str) -> Iterator[tuple[int, bytes]]:
+    """Yield every document of these shards that is not empty: the number of the shard in which it
+    starts, and its tokens as bytes. A document may cross shards."""
+    number, document, empty = 0, b'', 0
+    for k, path in enumerate(paths):
+        tokens = read_shard(path, VOCAB[tokenizer])
+        empty = tokens.itemsize  # an end-of-text token alone
+        starts = np.flatnonzero(tokens == TOKENIZERS[tokenizer].eot)
+        rest, *others = np.split(tokens, starts)
+        document += rest.tobytes()
+        for other in others:
+            if len(document) > empty:
+                yield number, document
+            number, document = k, other.tobytes()
+    if len(document) > empty:
+        yield number, document
+
+
+def finish(folder: str, meta: dict) -> None:
+    """Write that a folder is finished. Before, if that is new, print a warning if documents of the
+    validation shard are also in the training shards, with their numbers."""
+    if not meta['finished']:
+        paths = [shard_path(folder, index) for index in range(len(meta['shards']))]
+        known = collections.defaultdict(list)  # hash of a validation document: its numbers
+        count, repeated = 0, set()
+        for shard, document in documents_in(paths, meta['tokenizer']):
+            key = hash(document)
+            if shard == 0:
+                known[key].append(count)
+                count += 1
+            elif key in known:
+                repeated.update(known[key])
+        meta['val_documents_in_training'] = len(repeated)
+        if repeated:
+            numbers = ', '.join(map(str, sorted(repeated)[:10])) + ', ...' * (len(repeated) > 10)
+            print(
+                f'warning: {len(repeated):,} of {count:,} documents of the validation shard are '
+                f'also in the training shards, which lowers the validation loss: numbers {numbers}'
+            )
+    meta['finished'] = True
+    write_meta(folder, meta)
+
+
 def prepare(source: Source, folder: str, config: dict) -> dict:
     """Tokenize the documents of a source and write them as shards, continuing after those that the
     folder has; return the folder's description.
@@ -598,8 +661,7 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         minimum = max(MIN_TOKENS, meta['shard_tokens'] // 100)
         if parts and (len(lengths) < 2 or sum(map(len, parts)) >= minimum):
             finish_shard((None, 0, left_out))
-    meta['finished'] = True
-    write_meta(folder, meta)
+    finish(folder, meta)
     if left_out:
         print(f'{left_out} documents that cannot be used were left out', flush=True)
     if source.limit and len(lengths) < source.limit:
@@ -626,8 +688,7 @@ def download_shards(count: int, folder: str) -> dict:
         options = {'revision': pin_revision(meta, folder, READY_MADE), 'repo_type': 'dataset'}
         call_hub('hf_hub_download', READY_MADE, name, local_dir=folder, **options)
     meta['shards'] = [len(read_shard(path, REAL_VOCAB['gpt2'])) for path in paths]
-    meta['finished'] = True
-    write_meta(folder, meta)
+    finish(folder, meta)
     return meta
 
 
@@ -665,7 +726,7 @@ def make_shards(config: dict) -> None:
     if not config['pretokenized']:
         get_tokenizer(tokenizer)  # if it is missing, this raises before any work is done
     if dataset:
-        name = os.path.basename(os.path.normpath(dataset))
+        name = os.path.basename(os.path.abspath(dataset))
     else:
         name = 'text' if text else 'sotu'
     name = f'{name}_{tokenizer}'

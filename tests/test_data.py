@@ -1,8 +1,10 @@
 """Test data_fineweb.py: from documents to shards, resumed after every kind of end, and mistakes."""
 
+import gzip
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import types
@@ -238,7 +240,109 @@ def test_a_second_preparation_of_a_folder_waits_for_the_first(sources, tmp_path)
         assert (second.result() == stream_of(DOCUMENTS)).all()
 
 
+# ---- texts that are there twice ----
+
+SPEECHES = [f'{k} ' * (100 + k) for k in range(40)]
+
+
+def repeats_in(capsys):
+    """Return what the warning about such documents says: how many of how many, and which."""
+    text = r'warning: (\d+) of (\d+) documents of the validation shard are also in .*: numbers (.*)'
+    found = re.findall(text, capsys.readouterr().out)
+    return (int(found[0][0]), int(found[0][1]), found[0][2]) if found else None
+
+
+@pytest.mark.parametrize('kind', ['text', 'pair', 'folder', 'datasets'])
+def test_validation_documents_that_are_also_in_training_are_counted(tmp_path, capsys, kind):
+    """They are in the same file, or in a compressed copy beside it. Numbers 1 and 3 to 5 of the
+    validation shard are its documents again; the last of them crosses into the training shard.
+    Empty documents do not count."""
+    inputs = tmp_path / 'in'
+    documents = ['', *SPEECHES[:6], '', *SPEECHES[6:]]
+    again = ['', SPEECHES[1], *SPEECHES[3:6]]
+    write_jsonl(inputs / 'a.jsonl', documents + again * (kind != 'pair'))
+    if kind == 'pair':
+        with gzip.open(inputs / 'a.jsonl.gz', 'wt') as file:
+            file.writelines(json.dumps({'text': text}) + '\n' for text in again)
+    if kind == 'datasets':
+        (inputs / 'a.jsonl').rename(inputs / 'a.ndjson')
+    val = len(stream_of(documents[:6])) + 9
+    source = {'text': f'{inputs}/*'} if kind == 'text' else {'dataset': str(inputs)}
+    prepare(tmp_path / 'd', **source, val_tokens=val)
+    assert repeats_in(capsys) == (4, 6, '1, 3, 4, 5')
+    assert read_meta(tmp_path / 'd')['val_documents_in_training'] == 4
+    prepare(tmp_path / 'd', **source, val_tokens=val)
+    assert repeats_in(capsys) is None  # the folder was finished before
+
+
+def test_repeated_documents_are_counted_after_an_interruption(tmp_path, capsys, monkeypatch):
+    """The last write, after which the folder counts as finished, comes after the warning."""
+    write_jsonl(tmp_path / 'a.jsonl', [*SPEECHES, *SPEECHES[:25]])
+    source = {'text': f'{tmp_path}/a.jsonl', 'val_tokens': 2000}
+    for writes in (0, 4, 8):
+        folder = tmp_path / str(writes)
+        prepare_until_killed(monkeypatch, writes, folder, **source)
+        prepare(folder, **source)
+        assert repeats_in(capsys) == (10, 10, '0, 1, 2, 3, 4, 5, 6, 7, 8, 9')
+
+
+def test_blocks_of_few_documents_are_compared_and_other_text_is_no_repeat(tmp_path, capsys):
+    whole = ''.join(f' word{k}' for k in range(20_000))
+    for name in 'ab':
+        (tmp_path / f'{name}.txt').write_text(whole)
+    settings = {'val_tokens': 0, 'shard_tokens': 10**8}
+    prepare(tmp_path / '2', text=f'{tmp_path}/?.txt', **settings)
+    found, count, _ = repeats_in(capsys)
+    assert found == count > 3
+    prepare(tmp_path / '1', text=f'{tmp_path}/a.txt', **settings)
+    assert repeats_in(capsys) is None
+
+
 # ---- data sets ----
+
+
+@pytest.mark.parametrize('kind', ['jsonl', 'ndjson', 'card'])
+def test_a_folder_continues_after_it_was_touched_moved_or_named_otherwise(
+    tmp_path, monkeypatch, kind
+):
+    """But not after a change of a name, a size, or the first or last bytes of a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(df, 'BATCH', 4)
+    suffix = 'ndjson' if kind == 'ndjson' else 'jsonl'
+    for k, documents in enumerate((DOCUMENTS[:70], DOCUMENTS[70:])):
+        write_jsonl(Path('in', 'sub', f'{k}.{suffix}'), documents)
+    if kind == 'card':
+        Path('in/README.md').write_text(CARD.replace('[01]', 'sub/*'))
+    prepare_until_killed(monkeypatch, 5, Path('d'), dataset='in')
+    for file in Path('in').rglob('*'):
+        os.utime(file, (1, 1))
+    names = ['./in/', f'{tmp_path}/in']
+    for name in names:
+        prepare_until_killed(monkeypatch, 0, Path('d'), dataset=name)
+    Path('in').rename('moved')
+    Path('linked').symlink_to('moved')
+    prepare_until_killed(monkeypatch, 0, Path('d'), dataset='linked')
+    assert (prepare(Path('d'), dataset='moved') == stream_of(DOCUMENTS)).all()
+
+    file = Path('moved/sub', f'1.{suffix}')
+    content = file.read_bytes()
+    for changed in (content + b'\n', content.replace(b'a', b'b', 1), content[:-9] + b'  "a"}   '):
+        file.write_bytes(changed)
+        message = "d was prepared with source = 'a folder .*, not .*: choose another --data_dir"
+        assert_refused(message, prepare, Path('d'), dataset='moved')
+    file.write_bytes(content)
+    file.rename(file.with_name(f'2.{suffix}'))
+    assert_refused(message, prepare, Path('d'), dataset='moved')
+
+
+@pytest.mark.parametrize('suffix, package', [('zst', 'zstandard'), ('lz4', 'lz4')])
+def test_a_missing_package_for_a_compression_is_named(tmp_path, monkeypatch, suffix, package):
+    import fsspec.compression
+
+    monkeypatch.delitem(fsspec.compression.compr, {'zst': 'zstd'}.get(suffix, suffix), False)
+    write_jsonl(tmp_path / 'in' / f'a.jsonl.{suffix}', DOCUMENTS)
+    message = f'Compression type .* not supported: pip install {package}$'
+    assert_refused(message, prepare, tmp_path / 'd', dataset=str(tmp_path / 'in'))
 
 
 def test_every_format_of_a_dataset_gives_the_same_documents(tmp_path):
@@ -375,7 +479,8 @@ def test_the_paper_is_proposed_for_as_much_text_as_it_needs():
 FILES = {'fine.txt': b'fine ' * 1000, 'few.txt': b'few words', 'latin.txt': b'caf\xe9 au lait'}
 MISTAKES = [  # arguments, message
     ('--text=none.txt', "no file 'none.txt'"),
-    ('--text=.', "'.': expected files of .txt"),
+    ('--text=.', "'.': expected files of .txt, .jsonl, .csv, .parquet: --dataset=FOLDER reads"),
+    ('--dataset=fine.txt', "dataset = 'fine.txt': a file: give its folder, or use --text=fine.txt"),
     ('--text=few.txt', 'few.txt: 9 bytes of text are too few: at least 5000'),
     ('--text=latin.txt', 'latin.txt, document 1: UnicodeDecodeError'),
     ('--text=fine.txt --demo=True', 'choose one source'),
