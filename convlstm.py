@@ -321,9 +321,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
     # ---- saved models (export.PublishedModel)
 
-    KIND = 'arch'
-    DERIVED = (*PublishedModel.DERIVED, PROBE)
-
     @classmethod
     def build(cls, metadata: dict) -> 'Agent':
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has

@@ -28,7 +28,6 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     recurrent = True
     stream_dims = (1, 1)  # the dimension of h and of c that counts streams
     overrides = frozenset()  # it has no Triton overrides
-    KIND = LanguageModel.KIND
     tied = LanguageModel.tied
     num_params = LanguageModel.num_params
 

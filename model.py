@@ -697,8 +697,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     # ---- saved models (export.PublishedModel)
 
-    KIND = 'tokenizer'  # see export.PublishedModel
-
     @classmethod
     def build(cls, metadata: dict) -> 'LanguageModel':
         """Return a model for the entries of a config.json. Raises KeyError, TypeError or ValueError

@@ -263,7 +263,7 @@ def main() -> None:
         agent = load_agent(out_dir, which, torch_device)
         about = {**EASY, **agent.metadata.get('settings', {})}
     if export:
-        agent.save_pretrained(export)
+        agent.save_pretrained(export, config=agent.metadata)
         print(f'{export}: the agent of {out_dir}')
         return
     level_settings = {

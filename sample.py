@@ -98,7 +98,7 @@ def export_model() -> None:
     model = load_model(out_dir, which)
     if dtype == 'bfloat16':
         model = model.bfloat16()
-    model.save_pretrained(export)
+    model.save_pretrained(export, config=model.metadata)
     model = load_model(export, which)  # check that it can be read
     print(f'{export}: {model.num_params()["total"]:,} parameters in {WEIGHTS}, {CONFIG}, {CARD}')
 

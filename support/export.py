@@ -14,7 +14,6 @@ Loading runs no code of the folder.
 import inspect
 import os
 import pathlib
-import zlib
 from typing import Self
 
 from configurator import UserError, first_line
@@ -25,12 +24,12 @@ from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
 from support.files import (
     Path,
+    plain,
     read_json,
     read_tensors,
-    remove_temporary,
+    replacing,
     write_json,
     write_tensors,
-    write_text,
 )
 from support.ranks import print0
 from support.run_folder import BEST, CONFIG, WEIGHTS, load_last, restoring
@@ -46,18 +45,18 @@ MODEL_CARD = """---
 
 # Parallel Experts: {{ name }}
 
-A {{ kind }} model of {{ parameters }} parameters.
+A {{ 'recurrent' if metadata.recurrent else 'non-recurrent' }} model of {{ parameters }} parameters.
 
 It was trained with Parallel Experts, a codebase around the question of
 [Temporal Recurrence Favors Fewer Layers]({{ paper_url }}): how many layers does a model need if it
 carries its state from one step to the next?
 
-Score: {{ score or 'not recorded' }}
+Score: {{ metadata.score or 'not recorded' }}
 
-Trained for {{ step if step is not none else 'an unrecorded number of' }} updates by:
+Trained for {{ metadata.step | default('an unrecorded number of') }} updates by:
 
 ```
-{{ command or 'not recorded' }}
+{{ metadata.command }}
 ```
 
 ## Use
@@ -121,16 +120,6 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
         model.load_state_dict(weights)
 
 
-def checksum(model: torch.nn.Module) -> int:
-    """Return the CRC-32 of all weights, rounded to bfloat16: so a model has that of its export in
-    bfloat16."""
-    crc = 0
-    for x in model.state_dict().values():
-        rounded = x.to('cpu', torch.bfloat16).contiguous().view(-1)
-        crc = zlib.crc32(rounded.view(torch.int16).numpy(), crc)
-    return crc
-
-
 def export_in(folder: Path) -> pathlib.Path:
     """Return the folder of an export: `folder` itself, or the best model of a run."""
     path = pathlib.Path(folder)
@@ -174,29 +163,6 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> None:
             print0(f'{label}: {", ".join(rest)}')
 
 
-def start_export(folder: Path, kind: str, *derived: str) -> pathlib.Path:
-    """Prepare a folder, new or with an earlier export of this kind, for an export, and return its
-    path. A new folder gets a CONFIG that marks it but describes no model yet. What was made from
-    the earlier export is removed. Raises UserError if the folder holds anything else.
-
-    kind: a key that only the CONFIG of this kind has; derived: patterns of files made from an
-    export."""
-    path = pathlib.Path(folder)
-    old = {file for pattern in derived for file in path.glob(pattern) if file.is_file()}
-    found = set(path.glob('[!.]*'))  # no hidden files
-    others = {file.name for file in found - old} - {CONFIG, WEIGHTS, CARD}
-    is_foreign = found and (others or kind not in read_json(path / CONFIG))
-    if is_foreign or path.is_file():
-        raise UserError(f'{path}: holds files that no such export wrote: choose another folder')
-    path.mkdir(parents=True, exist_ok=True)
-    remove_temporary(path)
-    for file in old:
-        file.unlink()
-    if not found:
-        write_json({kind: None}, path / CONFIG)
-    return path
-
-
 class PublishedModel(
     huggingface_hub.PyTorchModelHubMixin,
     license='mit',
@@ -204,121 +170,102 @@ class PublishedModel(
     model_card_template=MODEL_CARD,
     tags=['recurrence', 'parallel-experts'],
 ):
-    """A base class with the mixin's `from_pretrained` and `push_to_hub`. `save_pretrained` is ours,
-    because the mixin's keeps an old model card and would replace the files of strangers, not
-    atomically; `load_trained` is for the folders of runs, and names a damaged file.
+    """A model with `save_pretrained`, `from_pretrained` and `push_to_hub` of huggingface_hub.
 
-    A subclass defines KIND, a key that only its config.json has; `build(metadata)`, which returns a
-    model for the entries of a config.json; and `entries()`, which returns the entries that rebuild
-    the model: 'recurrent' and the sizes, as entries or together as 'model'."""
+    A subclass defines `build(metadata)`, which returns a model with initial weights for the entries
+    of a config.json, and `entries()`, which returns the entries that rebuild the model: 'recurrent'
+    and the sizes, as entries or together as 'model'."""
 
-    KIND: str
-    DERIVED = ('eval_*',)  # files made from a saved model, removed when another is saved
     metadata: dict = {}  # the entries of config.json with which the model was loaded
-    loaded: int | None = None  # the checksum of the weights that `metadata` describes
 
     @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        device: str = 'cpu',
-        config: object = None,  # of the mixin, unused: rebuild() reads the file
-        **download: object,
-    ) -> Self:
-        """Return the model of a folder or of a repository of the Hub: what the mixin's
-        from_pretrained calls. download: options of huggingface_hub.snapshot_download. Raises
-        TypeError for an option that it does not have."""
-        options = {**download, 'allow_patterns': [CONFIG, WEIGHTS]}
-        inspect.signature(huggingface_hub.snapshot_download).bind(model_id, **options)
-        folder = model_id
+    def from_pretrained(cls, name: Path, *, device: str = 'cpu', **options: object) -> Self:
+        """Return the model in a folder, or in the repository `name` of the Hub, in fp32 and in
+        evaluation mode. options: of huggingface_hub.snapshot_download, such as revision. Raises
+        UserError, which names the file, if one is missing or damaged.
+
+        (The mixin's names no file, leaves a weight that is missing as it was initialized, and
+        prints.)"""
+        inspect.signature(huggingface_hub.snapshot_download).bind(name, **options)  # or TypeError
+        folder = os.path.expanduser(name)
         if not os.path.isdir(folder):
-            folder = huggingface_hub.snapshot_download(folder, **options)
-        return cls.load_export(folder, device)
-
-    @classmethod
-    def load_export(cls, folder: Path, device: str = 'cpu') -> Self:
-        """Return the model of an export, in fp32 and in evaluation mode. Raises UserError, which
-        names the file, if one is missing or damaged, or if the model is of another class."""
-        path = pathlib.Path(folder)
-        with restoring(path / CONFIG):
-            model = cls.rebuild(read_metadata(path))
-        return model.restore(read_tensors(path / WEIGHTS), path / WEIGHTS, device)
+            options['allow_patterns'] = [CONFIG, WEIGHTS]
+            try:
+                folder = call_hub('snapshot_download', str(name), **options)
+            except UserError as error:
+                raise UserError(f'{name}: no such folder; {error}') from None
+        return cls.load_trained(folder, device=device)
 
     @classmethod
     def load_trained(cls, folder: Path, which: str = 'best', device: str = 'cpu') -> Self:
-        """Return the model of a run, or of an export. which: of a run the 'best' model, if it has
-        one, or the 'last' checkpoint. Raises UserError."""
+        """Return the model of a run, or of an export, in fp32 and in evaluation mode. which: of a
+        run the 'best' model, if it has one, or the 'last' checkpoint. Raises UserError, which names
+        the file, if one is missing or damaged, or if the model is of another class."""
+        folder = pathlib.Path(folder).expanduser()
         export = export_in(folder)
-        if (export / WEIGHTS).exists() and (which == 'best' or export == pathlib.Path(folder)):
-            return cls.load_export(export, device)
-        saved, path = load_last(folder)
-        with restoring(path):
-            settings = {'settings': saved['config'], 'command': saved['metadata']['command']}
-            model = cls.rebuild({**saved['entries'], 'step': saved['step'], **settings})
-            return model.restore(saved['model'], path, device)
-
-    @classmethod
-    def rebuild(cls, metadata: dict) -> Self:
-        """Return the model that the entries of a config.json describe, with initial weights. Raises
-        KeyError, TypeError or ValueError if they describe none of this class."""
-        try:
+        if (export / WEIGHTS).exists() and (which == 'best' or export == folder):
+            described_in, path = export / CONFIG, export / WEIGHTS
+            metadata, weights = read_metadata(export), read_tensors(path)
+        else:
+            saved, path = load_last(folder)
+            described_in = path
+            with restoring(path):
+                weights = saved['model']
+                settings = {'settings': saved['config'], 'command': saved['metadata']['command']}
+                metadata = {**saved['entries'], 'step': saved['step'], **settings}
+        with restoring(described_in):
             model = cls.build(metadata)
-        except UserError as error:  # not in what the user has typed: the caller names the file
-            raise ValueError(error) from None
-        if not isinstance(model, cls):
-            raise ValueError(f'a {type(model).__name__}, not a {cls.__name__}')
+            if not isinstance(model, cls):
+                raise TypeError(f'a {type(model).__name__}, not a {cls.__name__}')
+        load_weights(model, weights, path)
         model.metadata = metadata
-        return model
-
-    def restore(self, weights: dict, path: Path, device: str) -> Self:
-        """Load the weights that `metadata` describes; return the model, in evaluation mode."""
-        load_weights(self, weights, path)
-        self.loaded = checksum(self)
-        return self.to(device).eval()
-
-    def describe(self, metadata: dict) -> dict:
-        """Return the fields of the model card (MODEL_CARD); metadata: the entries of
-        config.json."""
-        entries = self.entries()
-        return {
-            'name': type(self).__name__,
-            'module': type(self).__module__,
-            'kind': 'recurrent' if entries['recurrent'] else 'non-recurrent',
-            'parameters': f'{sum(p.numel() for p in self.parameters()):,}',
-            'sizes': entries.get('model', entries),
-            **{name: metadata.get(name) for name in ('score', 'step', 'command')},
-        }
+        return model.to(device).eval()
 
     def save_pretrained(
         self,
         save_directory: Path,
         *,
         config: dict | None = None,
+        model_card_kwargs: dict | None = None,
         repo_id: str | None = None,
         push_to_hub: bool = False,
         **options: object,
     ) -> str | None:
         """Write model.safetensors, config.json and README.md into a folder, in place of an earlier
-        model of this kind; with push_to_hub=True, push them to the Hub as well.
+        export; with push_to_hub=True, push them to the Hub as well.
 
-        config: further entries of config.json, such as 'step', 'command' and 'score'. A model whose
-        weights are still those that were loaded keeps the entries that it was loaded with. Raises
-        UserError if the folder holds other files.
-        """
-        is_as_loaded = self.loaded is not None and self.loaded == checksum(self)
-        kept = self.metadata if is_as_loaded else {}
-        metadata = kept | self.entries() | (config or {})
-        folder = start_export(save_directory, self.KIND, *self.DERIVED)
-        # Copies, because a tied parameter stands in the file under each of its names. The weights
-        # come first: if the disk is full, an earlier model is still complete. (A kill between this
-        # line and the CONFIG leaves them with the description of the earlier model.)
-        weights = {name: x.clone() for name, x in self.state_dict().items()}
-        write_tensors(weights, folder / WEIGHTS)
-        write_json(metadata, folder / CONFIG)
-        card = self.generate_model_card(**self.describe(metadata))
-        write_text(str(card), folder / CARD)
+        config: further entries of config.json, such as 'step', 'command' and 'score', or those of
+        the export from which the model was loaded, `model.metadata`. Raises UserError if the folder
+        holds anything but an export."""
+        folder = pathlib.Path(save_directory).expanduser()
+        entries = self.entries()
+        found = {path.name for path in folder.glob('[!.]*')}  # no hidden files
+        others = found - {CONFIG, WEIGHTS, CARD}
+        kind = {'recurrent', 'tokenizer'}  # agents have no tokenizer
+        if found and kind & read_json(folder / CONFIG).keys() != kind & entries.keys():
+            others = found
+        if others:
+            reason = f'holds {min(others)}, which no such export wrote'
+            raise UserError(f'{folder}: {reason}: choose another folder')
+        metadata = plain(entries | (config or {}))
+        # A command may name a file whose name is not UTF-8.
+        command = str(metadata.get('command', 'not recorded')).encode(errors='backslashreplace')
+        card = {
+            'name': type(self).__name__,
+            'module': type(self).__module__,
+            'parameters': f'{sum(p.numel() for p in self.parameters()):,}',
+            'sizes': entries.get('model', entries),
+            'metadata': {**metadata, 'command': command.decode()},
+            **(model_card_kwargs or {}),
+        }
+        with replacing(folder, WEIGHTS, CARD, CONFIG) as new:
+            super().save_pretrained(new, config=metadata, model_card_kwargs=card)
         if not push_to_hub:
             return None
-        repo_id = repo_id or os.path.basename(os.path.normpath(save_directory))
-        return self.push_to_hub(repo_id, config=config, **options)
+        return self.push_to_hub(repo_id or folder.resolve().name, config=config, **options)
+
+    def _save_pretrained(self, save_directory: pathlib.Path) -> None:
+        """Write the weights, for the mixin's save_pretrained. A tied parameter stands in the file
+        under each of its names, so that any model can take it."""
+        weights = {name: x.clone() for name, x in self.state_dict().items()}
+        write_tensors(weights, save_directory / WEIGHTS)

@@ -9,9 +9,10 @@ import lzma
 import os
 import pathlib
 import secrets
+import shutil
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from configurator import UserError, first_line
 
@@ -27,7 +28,7 @@ def write_atomic(path: Path, write: Callable, keep: str | None = None) -> None:
     then exist only under that name) and the error is raised; an OSError has the name of the file.
     """
     path = pathlib.Path(path)
-    temporary = path.with_name(f'.{path.name}.{secrets.token_hex(4)}.tmp')
+    temporary = path.with_name(temporary_name(path))
     try:
         with open(temporary, 'wb') as file:
             write(file)
@@ -58,11 +59,46 @@ def sync_folder(folder: pathlib.Path) -> None:
             raise
 
 
+@contextlib.contextmanager
+def replacing(folder: Path, *names: str) -> Iterator[pathlib.Path]:
+    """Within a with statement, have a new folder beside `folder`, in which files that belong
+    together are written; then move these files into `folder`, all at once if it does not exist,
+    else one after the other in the order of `names`.
+
+    If anything fails before that, `folder` is unchanged and the error is raised; an OSError has the
+    name of the folder."""
+    path = pathlib.Path(folder).resolve()  # a link may lead to another disk
+    new = path.with_name(temporary_name(path))
+    try:
+        yield new
+        for name in names:
+            with open(new / name, 'rb') as file:
+                os.fsync(file.fileno())
+        if not path.exists():
+            with contextlib.suppress(OSError):  # another process has just made it
+                os.replace(new, path)
+        if new.exists():
+            for name in names:
+                os.replace(new / name, path / name)
+        sync_folder(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def temporary_name(path: pathlib.Path) -> str:
+    """Return a name for what becomes `path`: hidden, and of this process alone."""
+    return f'.{path.name}.{secrets.token_hex(4)}.tmp'
+
+
 def remove_temporary(folder: Path) -> None:
-    """Remove what killed processes have left of `write_atomic`. No other process may be writing
-    into the folder."""
+    """Remove what killed processes have left of `write_atomic` and `replacing`. No other process
+    may be writing into the folder."""
     for path in pathlib.Path(folder).glob(f'.*.{8 * "[0-9a-f]"}.tmp'):
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_text(text: str, path: Path) -> None:

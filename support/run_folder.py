@@ -270,10 +270,11 @@ def restoring(path: Path) -> Iterator[None]:
     try:
         yield
     except CHECKPOINT_ERRORS as error:
-        if isinstance(error, UserError) or out_of_memory(error):
+        if out_of_memory(error):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
-        raise UserError(f'{path}: damaged, or from another model ({reason})') from None
+        causes = 'damaged, or from another model, or the code has been edited since'
+        raise UserError(f'{path}: {causes} ({reason})') from None
 
 
 # ---- the folder ----

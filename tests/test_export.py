@@ -3,6 +3,7 @@ offline."""
 
 import errno
 import json
+import math
 import os
 import shutil
 import types
@@ -17,6 +18,7 @@ from small_runs import assert_equal, assert_refused
 from convlstm import Agent, AgentConfig, build_agent
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
 from support import export
+from support.files import remove_temporary
 from support.run_folder import CONFIG, WEIGHTS
 
 FILES = ['README.md', 'config.json', 'model.safetensors']
@@ -60,18 +62,28 @@ def test_agents_saved_before_a_size_was_added_load(tmp_path):
     assert Agent.from_pretrained(tmp_path).config == make_agent().config
 
 
-def test_a_loaded_model_keeps_its_entries_until_its_weights_change(tmp_path):
-    """Those that rebuild it stay, and rounding to bfloat16 is no change."""
-    about_run = {'step': 7, 'score': '1.25', 'tokenizer': 'bytes'}
+def test_an_export_has_the_entries_that_rebuild_the_model_and_those_that_are_given(tmp_path):
+    """What was said of the loaded weights is not said of changed ones, unless it is given again."""
+    about_run = {'step': 7, 'score': math.nan, 'tokenizer': 'bytes', 'command': 'a \udc80'}
     make_language_model().save_pretrained(tmp_path, config=about_run)
-    model = LanguageModel.from_pretrained(tmp_path).bfloat16()
-    model.save_pretrained(tmp_path)
-    assert about_run.items() <= json.loads((tmp_path / CONFIG).read_text()).items()
-    model.head.data.mul_(1.1)
+    model = LanguageModel.from_pretrained(tmp_path)
+    assert about_run | {'score': None} == {name: model.metadata[name] for name in about_run}
+    assert r'a \udc80' in (tmp_path / 'README.md').read_text()
     model.save_pretrained(tmp_path, config={'best': 1})
     metadata = json.loads((tmp_path / CONFIG).read_text())
     assert metadata.keys() == {'recurrent', 'tokenizer', 'model', 'best'}
     assert metadata['tokenizer'] == 'bytes'
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_weights_are_stored_in_the_dtype_of_the_model_and_loaded_in_fp32(tmp_path, dtype):
+    model = make_agent().to(dtype)
+    model.save_pretrained(tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / WEIGHTS)
+    loaded = Agent.from_pretrained(tmp_path).state_dict()
+    for name, x in model.state_dict().items():
+        assert stored[name].dtype == dtype and torch.equal(stored[name], x)
+        assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], x.float())
 
 
 @pytest.mark.parametrize('name, model_class', [('lm', RecurrentGPT), ('lm_nonrecurrent', GPT)])
@@ -116,9 +128,15 @@ def test_a_pushed_model_is_loaded_by_the_name_of_its_repository(tmp_path, monkey
 
 NAN = safetensors.torch.save({'head': torch.tensor(torch.nan)})
 DAMAGES = [  # file, content, message
-    (CONFIG, b'{', 'config.json: '),
+    (CONFIG, b'{', 'config.json: cannot be read: missing or damaged'),
+    (CONFIG, b'[1]', 'config.json: cannot be read: missing or damaged'),
+    (CONFIG, b'{"model": []}', 'config.json: damaged'),
     (CONFIG, b'{"model": {"n_layer": 0}, "recurrent": true}', 'config.json: .*n_layer'),
-    (CONFIG, b'{"model": {"z_loss": 0.1}}', 'config.json: .*unexpected .* .z_loss'),
+    (
+        CONFIG,
+        b'{"model": {"z_loss": 0.1}}',
+        'config.json: .*unexpected .* .z_loss',
+    ),
     (CONFIG, b'{"model": {"vocab_size": 9}, "recurrent": true}', 'model.safetensors: .*mismatch'),
     (WEIGHTS, b'x' * 100, 'model.safetensors: '),
     (WEIGHTS, NAN, 'model.safetensors: .*head holds NaN'),
@@ -130,24 +148,44 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path):
     for name, content, message in DAMAGES:
         saved = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content)
-        assert_refused(message, LanguageModel.load_trained, tmp_path)
+        for load in (LanguageModel.load_trained, LanguageModel.from_pretrained):
+            assert_refused(message, load, tmp_path)
         (tmp_path / name).write_bytes(saved)
 
 
-def test_files_of_others_are_kept(tmp_path):
-    """They look like files of an evaluation, and of a killed process."""
-    for name in ('eval_results.csv', '.a.tmp', '.model.0f0f0f0f.tmp'):
-        (tmp_path / name).write_text('kept')
-    message = 'holds files that no such export wrote'
-    assert_refused(message, make_language_model().save_pretrained, tmp_path)
-    assert [path.read_text() for path in tmp_path.iterdir()] == 3 * ['kept']
+def test_a_home_folder_is_written_as_a_tilde(tmp_path, monkeypatch):
+    """A folder that is not there is named, also one that no repository can be called."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    make_language_model().save_pretrained('~/e')
+    assert sorted(os.listdir(tmp_path / 'e')) == FILES
+    assert LanguageModel.from_pretrained('~/e').recurrent
+    assert LanguageModel.load_trained('~/e').recurrent
+    assert_refused('^~/f: no such folder', LanguageModel.from_pretrained, '~/f')
+
+
+@pytest.mark.parametrize(
+    'files, named',
+    [
+        ({'eval.csv': ''}, 'eval.csv'),
+        ({'README.md': 'my notes'}, 'README.md'),
+        ({CONFIG: '{"architectures": ["Other"]}', WEIGHTS: ''}, CONFIG),
+        ({CONFIG: '{"recurrent": true, "tokenizer": ""}', 'probe.bin': ''}, 'probe.bin'),
+    ],
+)
+def test_a_folder_that_holds_anything_but_an_export_is_kept(tmp_path, files, named):
+    for name, text in files.items():
+        (tmp_path / 'a').mkdir(exist_ok=True)
+        (tmp_path / 'a' / name).write_text(text)
+    assert_refused(f'a: holds {named}', make_language_model().save_pretrained, tmp_path / 'a')
+    kept = {path.name: path.read_text() for path in (tmp_path / 'a').iterdir()}
+    assert kept == files and os.listdir(tmp_path) == ['a']
 
 
 def test_the_model_of_another_class_and_an_unknown_option_are_refused(tmp_path):
     make_language_model().save_pretrained(tmp_path)
-    message = 'holds files that no such export wrote'
-    assert_refused(message, make_agent().save_pretrained, tmp_path)
+    assert_refused('holds README.md, which no such', make_agent().save_pretrained, tmp_path)
     assert_refused('config.json: .* a RecurrentGPT, not a GPT', GPT.from_pretrained, tmp_path)
+    assert_refused('config.json: .*KeyError: .arch', Agent.from_pretrained, tmp_path)
     with pytest.raises(TypeError, match='which'):
         LanguageModel.from_pretrained(tmp_path, which='last')
 
@@ -165,17 +203,72 @@ def test_a_head_that_is_tied_to_the_embedding_is_saved_and_loaded(tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_earlier_model_and_can_be_repeated(tmp_path, monkeypatch):
-    def write_tensors(tensors, path):
-        path.touch()  # so that the new folder is as after a kill
+    """The disk is full before the last of the new files is written."""
+
+    def write_card(self, path):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
     model, other = make_language_model(), make_language_model(recurrent=False)
     model.save_pretrained(tmp_path / 'old')
-    for folder in (tmp_path / 'old', tmp_path / 'new'):
-        with monkeypatch.context() as patch, pytest.raises(OSError, match='No space left'):
-            patch.setattr(export, 'write_tensors', write_tensors)
-            other.save_pretrained(folder)
+    for name in ('old', 'new'):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match='No space .*' + name):
+            patch.setattr(huggingface_hub.ModelCard, 'save', write_card)
+            other.save_pretrained(tmp_path / name)
+    assert os.listdir(tmp_path) == ['old']
     model.save_pretrained(tmp_path / 'new')
     for name in ('old', 'new'):
         loaded = LanguageModel.from_pretrained(tmp_path / name)
         assert_equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize('exists', [True, False])
+@pytest.mark.parametrize('calls', range(5))
+def test_a_save_that_is_killed_can_be_repeated(tmp_path, monkeypatch, exists, calls):
+    """It is killed after some of the files have been written, or moved into the folder of an
+    earlier export. What it leaves behind is removed when the run is resumed."""
+    replace, done = os.replace, []
+
+    def replace_or_die(source, target):
+        if len(done) == calls:
+            raise KeyboardInterrupt
+        replace(source, target)
+        done.append(target)
+
+    model, folder = make_language_model(), tmp_path / 'best'
+    if exists:
+        make_language_model(recurrent=False).save_pretrained(folder)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, 'rmtree', lambda *args, **options: None)
+        patch.setattr(os, 'replace', replace_or_die)
+        model.save_pretrained(folder)
+        raise KeyboardInterrupt  # after all
+    remove_temporary(tmp_path)
+    model.save_pretrained(folder)
+    assert os.listdir(tmp_path) == ['best'] and sorted(os.listdir(folder)) == FILES
+    assert_equal(LanguageModel.from_pretrained(folder).state_dict(), model.state_dict())
+
+
+def test_two_models_may_be_saved_in_one_folder_at_once(tmp_path, monkeypatch):
+    """The second is saved while the first is being written, and the first then replaces it."""
+    first, second = make_language_model(), make_language_model(recurrent=False)
+    write_tensors = export.write_tensors
+
+    def write_second_too(tensors, path):
+        monkeypatch.setattr(export, 'write_tensors', write_tensors)
+        second.save_pretrained(tmp_path / 'a')
+        write_tensors(tensors, path)
+
+    monkeypatch.setattr(export, 'write_tensors', write_second_too)
+    first.save_pretrained(tmp_path / 'a')
+    assert os.listdir(tmp_path) == ['a'] and sorted(os.listdir(tmp_path / 'a')) == FILES
+    loaded = LanguageModel.from_pretrained(tmp_path / 'a')
+    assert_equal(loaded.state_dict(), first.state_dict())
+
+
+def test_a_link_leads_to_the_folder_that_is_replaced(tmp_path):
+    (tmp_path / 'disk').mkdir()
+    (tmp_path / 'a').symlink_to(tmp_path / 'disk')
+    for recurrent in (True, False):
+        make_language_model(recurrent).save_pretrained(tmp_path / 'a')
+        assert LanguageModel.from_pretrained(tmp_path / 'disk').recurrent == recurrent
+    assert (tmp_path / 'a').is_symlink() and sorted(os.listdir(tmp_path / 'disk')) == FILES

@@ -45,9 +45,9 @@ def test_an_export_holds_the_trained_model_and_how_it_was_trained(
 
 
 MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
-    ('--export=other', 'holds files that no such export wrote'),
+    ('--export=other', 'other: holds a.txt, which no such export wrote: choose another folder'),
     ('--out_dir={0}/lstm', 'holds an LSTM, which can be scored and exported, not sampled'),
-    ('--out_dir={1}/pretrained/sokoban', 'damaged, or from another model'),
+    ('--out_dir={1}/pretrained/sokoban', 'config.json: damaged, or from another model'),
     ('--out_dir=other', 'other: holds no trained run'),
     ('--export=x --interactive', 'exclude each other'),
     ('--score=none.txt', 'none.txt: No such file or directory'),
