@@ -335,18 +335,33 @@ class Settings(dict):
         return {*self.from_files, *self.from_command_line}
 
     def adopt(
-        self, sizes: dict, names: Iterable[str], source: str, report: Callable[[str], None] = print
+        self,
+        saved: dict,
+        names: Iterable[str],
+        source: str,
+        depends_on: dict[str, tuple[str, ...]],
+        report: Callable[[str], None] = print,
     ) -> None:
-        """Take the settings `names` from `sizes`, where it has them and the user has set none, and
-        print those that change. Raises UserError, which names the `source`, for a value of another
-        type."""
+        """Take the settings `names` from `saved`, where it has them and the user has set none, and
+        print those that change.
+
+        depends_on: by setting, those (earlier in `names`) without whose value it makes no sense. It
+        is not taken, and a line says so, if the user has set one of these to another value. Raises
+        UserError, which names the `source`, for a value of another type."""
+        saved = {**self.defaults, **saved}
         for name in names:
-            if name in sizes and name not in self.set_by_user and sizes[name] != self[name]:
-                try:
-                    self[name] = convert(sizes[name], self.defaults[name])
-                except ValueError:
-                    raise UserError(f'{source}: damaged: {name} = {sizes[name]!r}') from None
-                report(f'{name} = {self[name]!r}  (from {source})')
+            value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # of JSON
+            differ = [other for other in depends_on.get(name, ()) if saved[other] != self[other]]
+            if name in self.set_by_user or value == self[name]:
+                continue
+            if differ:
+                report(f'{name} = {value!r} of {source} is not taken: {differ[0]} differs')
+                continue
+            try:
+                self[name] = convert(value, self.defaults[name])
+            except ValueError:
+                raise UserError(f'{source}: damaged: {name} = {value!r}') from None
+            report(f'{name} = {self[name]!r}  (from {source})')
 
     def show(self, report: Callable[[str], None] = print) -> None:
         """Print the settings that differ from their defaults. report: prints a line."""

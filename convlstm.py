@@ -59,6 +59,7 @@ from ops import EPS, gate_weights
 from support import ranks
 from support.compiling import fused
 from support.export import PublishedModel
+from support.run_folder import restoring
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The planes of Sokoban's observations (levels.py) as (channel, value). Channel 0 holds nothing,
@@ -455,7 +456,8 @@ def load_agent(folder: str, which: str = 'best', device: str = 'cpu') -> Agent:
     which: of a run the 'best' agent, if it has one, or the 'last'. Raises UserError if the folder
     holds no agent, or a file is damaged."""
     agent = Agent.load_trained(folder, which, device)
-    dtype = agent.metadata.get('settings', {}).get('dtype', 'auto')
-    agent.config.dtype = str(ranks.pick_dtype(dtype, device)).removeprefix('torch.')
+    with restoring(folder):
+        dtype = agent.metadata.get('settings', {}).get('dtype', 'auto')
+        agent.config.dtype = str(ranks.pick_dtype(dtype, device)).removeprefix('torch.')
     set_precision(agent)
     return agent

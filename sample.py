@@ -32,9 +32,9 @@ from decode import Decoder, progress
 from lstm import LSTM
 from model import EVAL_CHUNK, LanguageModel
 from support import ranks
-from support.export import CARD, export_in
+from support.export import CARD
 from support.files import read_text
-from support.run_folder import CONFIG, WEIGHTS, settings_of
+from support.run_folder import CONFIG, WEIGHTS, export_in, settings_of
 from support.stream import Stream
 from tokenizer import VOCAB, Tokenizer, get_tokenizer
 
@@ -87,7 +87,7 @@ def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | 
     metadata = settings_of(folder) or settings_of(export_in(folder))
     model_type = LSTM if metadata.get('arch') == 'lstm' else LanguageModel
     model = model_type.load_trained(folder, which, device)
-    name, V = model.metadata['tokenizer'], model.config.vocab_size
+    name, V = str(model.metadata.get('tokenizer')), model.config.vocab_size
     if VOCAB.get(name) != V:
         raise UserError(f'{folder}: tokenizer = {name!r} does not fit vocab_size = {V}')
     return model

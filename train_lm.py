@@ -26,7 +26,7 @@ from lstm import build_lstm
 from model import EVAL_CHUNK, ModelConfig, build_model
 from support import ranks
 from support.compiling import fused, graphed
-from support.export import initialize_from, load_weights, sizes_in
+from support.export import initialize_from, load_weights
 from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
@@ -40,6 +40,7 @@ from support.run_folder import (
     mfu,
     restoring,
     settings_of,
+    sizes_in,
 )
 from support.stream import Stream, copy_state
 from tokenizer import VOCAB, token_bytes
@@ -128,6 +129,13 @@ MODEL_SETTINGS = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
+# Settings that a run with init_from does not adopt if the command line changes one of these.
+DEPENDS_ON = {
+    'recurrent': ('arch',),
+    **dict.fromkeys(('share_kv', 'init_b', 'residual'), ('recurrent',)),
+    'n_head': ('n_embd',),
+    'n_kv_head': ('n_head',),
+}
 # What a resumed run keeps, besides its data; the command line may change every other setting.
 # device = 'auto', dtype = 'auto' and threads = 0 keep what the run had.
 FIXED = (*MODEL_SETTINGS, 'tokens_per_step', 'seed', 'init_from')
@@ -233,7 +241,7 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, print0)
+        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or validated
     if folder.step > max_iters and not eval_only:
         raise UserError(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')

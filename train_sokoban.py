@@ -49,7 +49,7 @@ from sokoban import (
 )
 from support import ranks
 from support.compiling import fused, graphed
-from support.export import initialize_from, load_weights, sizes_in
+from support.export import initialize_from, load_weights
 from support.files import write_json
 from support.packages import need_packages
 from support.plots import plot_returns
@@ -62,6 +62,7 @@ from support.run_folder import (
     machine,
     restoring,
     settings_of,
+    sizes_in,
 )
 
 # -----------------------------------------------------------------------------
@@ -137,6 +138,8 @@ RANGES = {
 MODEL_SETTINGS = tuple(
     f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype'
 )
+# Settings that a run with init_from does not adopt if the command line changes one of these.
+DEPENDS_ON = {'radius': ('arch', 'n_expert', 'aggregation'), 'residual': ('arch',)}
 # What a resumed run keeps, besides its training levels, whose file may have moved; the command line
 # may change every other setting.
 FIXED = (
@@ -311,7 +314,7 @@ def main(config: Settings) -> int:
     not finite, 128 + signal = stopped."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, print0)
+        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
     if folder.step > updates and not eval_only:

@@ -32,7 +32,15 @@ from support.files import (
     write_tensors,
 )
 from support.ranks import print0
-from support.run_folder import BEST, CONFIG, WEIGHTS, load_last, restoring
+from support.run_folder import (
+    CAUSES,
+    CONFIG,
+    WEIGHTS,
+    export_in,
+    load_last,
+    read_metadata,
+    restoring,
+)
 
 CARD = 'README.md'
 PAPER = 'https://arxiv.org/abs/2609.12531'
@@ -120,28 +128,6 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
         model.load_state_dict(weights)
 
 
-def export_in(folder: Path) -> pathlib.Path:
-    """Return the folder of an export: `folder` itself, or the best model of a run."""
-    path = pathlib.Path(folder)
-    return path if (path / WEIGHTS).exists() else path / BEST
-
-
-def read_metadata(folder: pathlib.Path) -> dict:
-    """Return the entries of an export's config.json. Raises UserError if it cannot be read."""
-    metadata = read_json(folder / CONFIG)
-    if not metadata:
-        reason = 'cannot be read: missing or damaged? Name the folder of a run or of an export'
-        raise UserError(f'{folder / CONFIG}: {reason}')
-    return metadata
-
-
-def sizes_in(folder: Path) -> dict:
-    """Return the settings that the model of an export, or the best model of a run, is built with.
-    Raises UserError if the folder holds neither."""
-    metadata = read_metadata(export_in(folder))
-    return {**metadata, **metadata.get('model', {})}
-
-
 def initialize_from(model: torch.nn.Module, folder: Path) -> None:
     """Initialize a model from an export or from the best model of a run. Every weight whose name
     and shape the model has is taken. Print which weights of the model and of the folder were not.
@@ -154,7 +140,7 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> None:
     first = {place[name]: name for name in reversed(fits)}
     fits = [name for name in fits if torch.equal(weights[name], weights[first[place[name]]])]
     if not any(initial[name].dim() for name in fits):  # a scalar fits anywhere
-        raise UserError(f'{path}: no weight has a name and shape of this model')
+        raise UserError(f'{path}: {CAUSES} (no weight has a name and shape of this model)')
     load_weights(model, {**initial, **{name: weights[name] for name in fits}}, path)
     print0(f'{path}: took {len(fits)} of {len(initial)} weights')
     for label, tensors in (('initialized from scratch', initial), ('not taken', weights)):

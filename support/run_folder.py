@@ -81,6 +81,7 @@ RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 PER_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
 # A run has found values for these; 'auto' and 0 stand for them when it is resumed.
 RESOLVED = {'device': 'auto', 'dtype': 'auto', 'threads': 0}
+CAUSES = 'damaged, or from another model, or the code has been edited since'
 # Exceptions that torch.load and load_state_dict raise for damaged or foreign files.
 CHECKPOINT_ERRORS = (
     RuntimeError,
@@ -119,6 +120,30 @@ def log_of(folder: Path) -> list[dict]:
 def is_finished(folder: Path) -> bool:
     """Return whether a run has reached its last update."""
     return settings_of(folder).get('finished', False)
+
+
+def export_in(folder: Path) -> pathlib.Path:
+    """Return the folder of an export: `folder` itself, or the best model of a run."""
+    path = pathlib.Path(folder)
+    return path if (path / WEIGHTS).exists() else path / BEST
+
+
+def read_metadata(folder: pathlib.Path) -> dict:
+    """Return the entries of an export's config.json. Raises UserError if it cannot be read."""
+    metadata = read_json(folder / CONFIG)
+    if not metadata:
+        reason = 'cannot be read: missing or damaged? Name the folder of a run or of an export'
+        raise UserError(f'{folder / CONFIG}: {reason}')
+    return metadata
+
+
+def sizes_in(folder: Path) -> dict:
+    """Return the settings that the model of an export, or the best model of a run, is built with,
+    and those of its run. Raises UserError if the folder holds neither."""
+    export = export_in(folder)
+    metadata = read_metadata(export)
+    with restoring(export / CONFIG):
+        return {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
 
 
 # ---- the code of a run ----
@@ -245,7 +270,8 @@ def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
     read."""
     paths = [path for name in (LAST, PREV) if (path := pathlib.Path(folder, name)).exists()]
     if not paths:
-        raise UserError(f'{folder}: holds no trained run, there is no {LAST}')
+        reason = f'holds no trained run, there is no {LAST}, and no export, no {WEIGHTS}'
+        raise UserError(f'{folder}: {reason}')
     try:
         return load_checkpoint(paths[0]), paths[0]
     except UserError as error:
@@ -259,9 +285,8 @@ def load_export(folder: Path) -> tuple[dict, pathlib.Path]:
     """Return an export in the form of a checkpoint, with 'config', 'model' and 'step', and the path
     of its weights. Raises UserError."""
     path = pathlib.Path(folder, WEIGHTS)
-    metadata = read_json(path.with_name(CONFIG))
-    config = {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
-    return {'config': config, 'model': read_tensors(path), 'step': metadata.get('step') or 0}, path
+    config = sizes_in(folder)
+    return {'config': config, 'model': read_tensors(path), 'step': config.get('step') or 0}, path
 
 
 @contextlib.contextmanager
@@ -273,8 +298,7 @@ def restoring(path: Path) -> Iterator[None]:
         if out_of_memory(error):
             raise
         reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]  # on one line
-        causes = 'damaged, or from another model, or the code has been edited since'
-        raise UserError(f'{path}: {causes} ({reason})') from None
+        raise UserError(f'{path}: {CAUSES} ({reason})') from None
 
 
 # ---- the folder ----

@@ -156,6 +156,23 @@ def test_what_files_and_the_command_line_set_is_known(tmp_path, configure_toy):
     assert config.from_command_line == {'betas': (0.1, 0.2), 'n_embd': 32}
 
 
+def test_settings_are_adopted_unless_the_user_has_set_them_or_what_they_depend_on(configure_toy):
+    saved = {'n_layer': 5, 'n_embd': 64, 'betas': [0.5, 0.6], 'offset': 7, 'threads': 2}
+    config = configure_toy('--n_layer=3', '--n_embd=128', '--name=a')
+    depends_on = {'offset': ('n_embd',), 'threads': ('offset',), 'betas': ('name',)}
+    lines = []
+    names = ['n_layer', 'n_embd', 'betas', 'offset', 'threads']
+    config.adopt(saved | {'name': 'a'}, names, 'run', depends_on, lines.append)
+    assert config == DEFAULTS | {'n_layer': 3, 'name': 'a', 'betas': (0.5, 0.6)}
+    assert lines == [
+        'betas = (0.5, 0.6)  (from run)',
+        'offset = 7 of run is not taken: n_embd differs',
+        'threads = 2 of run is not taken: offset differs',
+    ]
+    for damage in ({'offset': 'a'}, {'offset': None}):
+        assert_refused('^run: damaged: offset', config.adopt, damage, ['offset'], 'run', {})
+
+
 SCRIPTS = [
     Script(path)
     for path in (*ROOT.glob('*.py'), *ROOT.glob('paper/*.py'), *ROOT.glob('support/*.py'))

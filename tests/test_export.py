@@ -15,11 +15,11 @@ import torch
 from processes import ROOT
 from small_runs import assert_equal, assert_refused
 
-from convlstm import Agent, AgentConfig, build_agent
+from convlstm import Agent, AgentConfig, build_agent, load_agent
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
 from support import export
 from support.files import remove_temporary
-from support.run_folder import CONFIG, WEIGHTS
+from support.run_folder import CONFIG, LAST, WEIGHTS, load_export, sizes_in
 
 FILES = ['README.md', 'config.json', 'model.safetensors']
 SIZES = {'vocab_size': 256, 'n_expert': 2, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}
@@ -151,6 +151,28 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path):
         for load in (LanguageModel.load_trained, LanguageModel.from_pretrained):
             assert_refused(message, load, tmp_path)
         (tmp_path / name).write_bytes(saved)
+
+
+@pytest.mark.parametrize('content', ['{"recurrent": tr', '{"recurrent": true, "model": 5}'])
+def test_a_damaged_description_is_named_by_all_that_read_it(tmp_path, content):
+    make_agent().save_pretrained(tmp_path)
+    (tmp_path / CONFIG).write_text(content)
+    for read in (Agent.from_pretrained, load_agent, sizes_in, load_export):
+        assert_refused('/config.json: ', read, tmp_path)
+
+
+def test_weights_that_do_not_fit_may_come_from_before_an_edit(tmp_path):
+    """Of an export, of a checkpoint, and to start from."""
+    model, path = make_language_model(), tmp_path / WEIGHTS
+    model.save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({f'old.{name}': x for name, x in weights.items()}, path)
+    message = 'model.safetensors: .*the code has been edited since'
+    assert_refused(message, LanguageModel.from_pretrained, tmp_path)
+    assert_refused(message, export.initialize_from, model, tmp_path)
+    assert_refused(
+        'last.pt: .*the code has been edited since', export.load_weights, model, {}, LAST
+    )
 
 
 def test_a_home_folder_is_written_as_a_tilde(tmp_path, monkeypatch):

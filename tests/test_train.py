@@ -459,6 +459,22 @@ def test_init_from_takes_the_layers_that_both_models_have(trained, data, tmp_pat
     assert not settings_of(tmp_path / 'deeper')['recurrent']
 
 
+@pytest.mark.parametrize(
+    'old, new',
+    [
+        ({'share_kv': False, 'init_b': 'sqrt_experts'}, {'recurrent': False}),
+        ({'recurrent': False, 'residual': 'shared'}, {'recurrent': True}),
+        ({'recurrent': False, 'residual': 'shared'}, {'arch': 'lstm'}),
+    ],
+)
+def test_init_from_leaves_out_the_settings_of_the_other_kind(data, tmp_path, capfd, old, new):
+    run_lm(data, tmp_path / 'a', max_iters=1, **old)
+    assert run_lm(data, tmp_path / 'b', max_iters=1, init_from=tmp_path / 'a', **new) == 0
+    printed = capfd.readouterr().out
+    for name in old.keys() - new.keys():
+        assert f'{name} = {old[name]!r} of {tmp_path / "a"} is not taken: ' in printed
+
+
 def test_the_shipped_model_can_be_fine_tuned_on_a_text(tmp_path, monkeypatch):
     """As README.md says. It starts far below the ln 256 = 5.5 nats per byte of a new model, and a
     resumed run keeps the sizes that it adopted."""
