@@ -47,13 +47,13 @@ from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
 from levels import generate
 from model import ModelConfig, State, build_model, randomize
+from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.compiling import fused, graphed
 from support.files import write_json, write_text
 from support.ranks import Gradients, print0
 from support.stream import Stream
-from unroll import release
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -176,6 +176,7 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
     model = build_model(cell.config(mode), cell.model == 'recurrent')
     model = randomize(model).to(machine.device)  # processors may be faster at zeros
+    model.release()  # the segments of the cell before
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
     grads = Gradients(model.parameters())
@@ -188,7 +189,7 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     chunk = train_lm.make_chunk(model, B * machine.world, loss, stream.autocast)
     stream.choose_rows(chunk)
     if fused.enabled:
-        model.choose_overrides(stream.rows, machine.compute_dtype, allowed_overrides(mode))
+        choose_overrides(model, stream.rows, machine.compute_dtype, allowed_overrides(mode))
         stream.choose_rows(chunk)
     update = train_lm.make_update(model, muon, adamw, norm, graphs)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
@@ -218,7 +219,7 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
         if fused.enabled:
-            model.choose_overrides(cell.B, machine.compute_dtype, allowed_overrides(mode))
+            choose_overrides(model, cell.B, machine.compute_dtype, allowed_overrides(mode))
         decoder = Decoder(model, cell.B, compute_dtype=machine.compute_dtype)
         decoder.load(state)
         decoder.step(token)
@@ -347,7 +348,6 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         if machine.device != 'cpu':
             row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
     del runs, run
-    release()
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':

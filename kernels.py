@@ -1,10 +1,10 @@
-"""Fused batched-expert operations: Triton kernels, what each of them replaces, and which are used.
+"""Fused batched-expert operations: Triton kernels, and what each of them replaces.
 
 They were written for Hopper GPUs: operands in bf16, sums and norms in fp32. Three functions of
-model.py may be overridden: `attend` (norm, RoPE, cache and attention in one kernel), `experts` (the
+model.py have an override: `attend` (norm, RoPE, cache and attention in one kernel), `experts` (the
 output projection, the FFN and the aggregation of all experts) and `slice_loss` (soft-cap, loss and
-gradient). With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, in fp32, because
-the interpreter's bf16 product is wrong.
+gradient). overrides.py decides which are used. With TRITON_INTERPRET=1 in the environment the
+kernels run on the CPU, in fp32, because the interpreter's bf16 product is wrong.
 
 Shapes as in model.py, except that N = B * C counts the cache heads of all streams (in `product`, N
 is the number of output features). A row of qkv holds queries (C, M, K), keys (C, K) and values (C,
@@ -17,13 +17,10 @@ In a kernel, as in NumPy, x[:, None] is a column, and a vector beside a tile (ro
 row.
 """
 
-import copy
 import functools
 import math
 from collections import namedtuple
-from collections.abc import Callable, Iterable
-
-from configurator import first_line
+from collections.abc import Callable
 
 import torch
 import triton
@@ -36,11 +33,11 @@ import decode
 import model
 import ops
 import unroll
-from decode import Decoder, RingCache
+from decode import RingCache
 from ops import Heads, Linear, gate_weights
 from support import compiling
-from support.compiling import enabled_overrides, fused, registered, use_overrides
-from unroll import GROUP, ChunkCache, DeferredLinear
+from support.compiling import fused
+from unroll import ChunkCache, DeferredLinear
 
 EPS = constexpr(ops.EPS)
 SOFTCAP = constexpr(model.SOFTCAP)
@@ -729,94 +726,3 @@ CODE = {
 for _name, _override in OVERRIDES.items():
     if compiling.code_hash(REPLACES[_name]) == CODE[_name]:
         compiling.registered[_name] = _override
-
-
-# ---- which are used ----------------------------------------------------------------------------
-
-
-def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, list[str]]:
-    """Return which overrides of these names agree with the functions that they replace, and a line
-    about each that is left out.
-
-    trial(exact) runs once on random inputs and parameters, with the overrides that are enabled, and
-    returns outputs and gradients. trial(True) runs in higher precision: errors are measured against
-    it. An override agrees if, beside those before it, the error of each result is at most three
-    times that without overrides, plus 0.001. Time decides nothing, so that the numbers of a run do
-    not depend on it."""
-    exact = trial(True)
-
-    def errors_with(names: frozenset) -> torch.Tensor:
-        with use_overrides(names):
-            return relative_errors(trial(False), exact)
-
-    agreeing, lines = frozenset(), []
-    plain = errors_with(agreeing)
-    for name in names:
-        if name not in registered:
-            reason = 'a function that it replaces was edited'
-        else:
-            try:
-                errors = errors_with(agreeing | {name})
-            except Exception as error:  # noqa: BLE001  an override must never end a run
-                reason = first_line(error)
-            else:
-                if (plain.isfinite() & (errors <= 3 * plain + 1e-3)).all():
-                    agreeing |= {name}
-                    continue
-                reason = f'largest error {errors.max():.2%}, without it {plain.max():.2%}'
-        lines.append(f'Triton override {name!r} is not used: {reason}')
-    return agreeing, lines
-
-
-def make_trial(
-    lm: model.LanguageModel, B: int, compute_dtype: torch.dtype
-) -> Callable[[bool], list[torch.Tensor]]:
-    """Return the function trial(exact) of `find_agreeing` for a language model and B streams with
-    full windows: a training chunk or, in evaluation mode, the decoding of a token. It runs on a
-    copy of the model with random weights. exact: whether all products are in fp32."""
-    lm = model.randomize(copy.deepcopy(lm))
-    device, is_wide = lm.head.device, compute_dtype == torch.float32
-    rng = torch.Generator().manual_seed(1)
-    x, y = torch.randint(len(lm.head), (2, B, GROUP + 1), generator=rng).to(device)
-    with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
-        empty = lm.init_state(B)  # keys and values in the dtype of products
-    s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
-    state = model.State(s, k, v, torch.full_like(empty.count, lm.config.window))
-
-    def run_chunk(exact: bool) -> list[torch.Tensor]:
-        """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
-        and all gradients."""
-        lm.overrides = enabled_overrides()
-        enabled = not (is_wide or exact)
-        with torch.enable_grad(), torch.autocast(device.type, compute_dtype, enabled=enabled):
-            loss, new = lm(x, y, state)
-        parameters = list(lm.parameters())  # a hack may leave some of them unused
-        grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
-        return [loss.objective.detach(), *new[:3], *grads]
-
-    if lm.training:
-        return run_chunk
-    decoders = [Decoder(lm, B, dtype) for dtype in (compute_dtype, torch.float32)]
-
-    @torch.no_grad()
-    def run_token(exact: bool) -> list[torch.Tensor]:
-        """Decode a token; return the logits, s, and the new keys and values."""
-        lm.overrides = enabled_overrides()
-        decoder = decoders[exact]
-        decoder.load(state)
-        decoder.token.copy_(x[:, 0])
-        decoder.run_token()
-        entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
-        return [t.clone() for t in (decoder.logits, decoder.s, *entries)]
-
-    return run_token
-
-
-def relative_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor:
-    """Return the relative error of each tensor of `found`, infinity where it has a NaN. Errors are
-    divided by the exact tensor's norm, but at least by 1e-5 of the largest norm, because smaller
-    tensors are zero but for rounding."""
-    norms = torch.stack([x.double().norm() for x in exact])
-    pairs = zip(found, exact, strict=True)
-    errors = torch.stack([(a.double() - b.double()).norm() for a, b in pairs])
-    return (errors / norms.clamp(min=1e-5 * norms.max())).nan_to_num(nan=torch.inf)

@@ -66,10 +66,6 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Return whether a chunk is one CUDA graph: no, cuDNN runs the LSTM."""
         return False
 
-    def choose_overrides(self, *_: object) -> list[str]:
-        """Return no lines: there are no Triton overrides."""
-        return []
-
     def release(self) -> None:
         """Free nothing: there are no blocks."""
 

@@ -48,11 +48,10 @@ stay in the wider dtype of the state.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from configurator import UserError, check_fields, first_line
+from configurator import UserError, check_fields
 
 import torch
 import torch.nn.functional as F
@@ -536,7 +535,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     recurrent: bool
     stream_dims = (0, 1, 1, 0)  # the dimension of each part of State that counts streams
     cuda_graphs = False  # on a GPU: run the segments of a long chunk as CUDA graphs
-    overrides = frozenset()  # Triton overrides in use (choose_overrides)
+    overrides = frozenset()  # Triton overrides in use (overrides.py)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -566,34 +565,6 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         """Return the weights of the layers for N rows, in the order in which they run (see
         LayerParams.bind). A layer that runs several times stands here several times."""
         return [module.bind(N, dtype, linear) for module in self.layers]
-
-    def choose_overrides(
-        self, B: int, compute_dtype: torch.dtype, allowed: Iterable[str] | None = None
-    ) -> list[str]:
-        """Replace functions by Triton kernels in `forward` and in the decoder, where the model is
-        on a GPU and the kernels agree with the functions for B streams (kernels.py). Rank 0 decides
-        for all. Return lines that say what is used, and what is not and why.
-
-        compute_dtype: of matrix products; allowed: names that may be used, None = all. In training
-        the non-recurrent model has no overrides."""
-        if not self.head.is_cuda or not (self.recurrent or not self.training):
-            return []
-        lines = []
-        if ranks.is_first():
-            try:
-                import kernels  # needs triton, which may be missing or broken
-
-                trial = kernels.make_trial(self, B, compute_dtype)
-                names = kernels.OVERRIDES if allowed is None else sorted(allowed)
-                self.overrides, lines = kernels.find_agreeing(trial, names)
-            except Exception as error:  # noqa: BLE001  a trial must never end a run
-                self.overrides = frozenset()
-                lines = [f'Triton overrides cannot be used: {first_line(error)}']
-        self.overrides = ranks.from_first(self.overrides)
-        if self.overrides:
-            import kernels  # noqa: F401  registers the overrides on the other ranks
-        self.release()  # segments that were made without overrides
-        return [f'Triton overrides in use: {", ".join(sorted(self.overrides)) or "none"}', *lines]
 
     def init_state(self, B: int) -> State:
         """Return the state at the start of B streams: s is zero, and caches are empty. Attention

@@ -31,6 +31,7 @@ from torch import Tensor
 from decode import Decoder, progress
 from lstm import LSTM
 from model import EVAL_CHUNK, LanguageModel
+from overrides import choose_overrides
 from support import ranks
 from support.export import CARD
 from support.files import read_text
@@ -220,7 +221,7 @@ def main() -> None:
 
     if isinstance(model, LSTM):
         raise UserError(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
-    for line in model.choose_overrides(1, compute_dtype):
+    for line in choose_overrides(model, 1, compute_dtype):
         print(line, file=sys.stderr)
     decoder = Decoder(
         model,

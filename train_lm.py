@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lstm import build_lstm
 from model import EVAL_CHUNK, ModelConfig, build_model
+from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
 from support.export import initialize_from, load_weights
@@ -105,7 +106,7 @@ dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a G
                                # 'auto' (bfloat16 where it is fast; there Muon always uses it)
 compile = True                 # compile fused functions with torch.compile, if that works
 cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
-overrides = True               # on a GPU: use Triton kernels where they agree (kernels.py)
+overrides = True               # on a GPU: use Triton kernels where they agree (overrides.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
                                # for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
@@ -324,7 +325,7 @@ def main(config: Settings) -> int:
         if overrides and fused.enabled:
             # a resumed run takes at most those that it had
             allowed = folder.saved.get('overrides') if folder.saved else None
-            for line in model.choose_overrides(train.rows, compute_dtype, allowed):
+            for line in choose_overrides(model, train.rows, compute_dtype, allowed):
                 print0(line)
             if model.overrides:
                 train.choose_rows(chunk, fixed=batch_size > 0)  # compile again with them

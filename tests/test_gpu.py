@@ -15,6 +15,7 @@ from small_runs import read_log, run_agent, run_lm, write_shards
 import bench
 import unroll
 from model import ModelConfig, RecurrentGPT, randomize
+from overrides import choose_overrides
 from support import compiling
 from support.run_folder import load_checkpoint
 
@@ -177,7 +178,7 @@ def test_triton_overrides_agree_and_are_used(decoding):
     config = ModelConfig(512, n_layer=1, n_expert=2, n_embd=384, window=128, block_size=16)
     model, before = RecurrentGPT(config).cuda().train(not decoding), torch.cuda.get_rng_state()
     compiling.fused.enabled = True
-    first, *others = model.choose_overrides(64, torch.bfloat16)
+    first, *others = choose_overrides(model, 64, torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert first == f'Triton overrides in use: {", ".join(sorted(model.overrides))}'
     assert len(model.overrides) + len(others) == 3

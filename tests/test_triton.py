@@ -17,6 +17,7 @@ from test_model import compare, default_mode  # noqa: F401  a fixture
 import decode
 import kernels
 import model as model_file
+import overrides
 import unroll
 from model import ModelConfig, RecurrentGPT
 from support import compiling
@@ -82,15 +83,15 @@ TRIALS = [(False, 'attention', {'experts', 'loss'}), (True, 'experts', {'attenti
 def test_a_form_that_is_off_by_10_percent_is_not_used(monkeypatch, decoding, broken, expected):
     """In the trial of a training chunk, or of a token that is decoded, which has no loss."""
     monkeypatch.setattr(unroll, 'GROUP', 2)
-    monkeypatch.setattr(kernels, 'GROUP', 2)
+    monkeypatch.setattr(overrides, 'GROUP', 2)
     sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
     form = compiling.registered[broken]
     monkeypatch.setitem(compiling.registered, broken, lambda *args: 1.1 * form(*args))
-    trial = kernels.make_trial(model, 2, torch.float32)
-    agreeing, lines = kernels.find_agreeing(trial, sorted({broken, *expected}))
+    trial = overrides.make_trial(model, 2, torch.float32)
+    agreeing, lines = overrides.find_agreeing(trial, sorted({broken, *expected}))
     assert agreeing == expected and len(lines) == 1, lines
 
 
@@ -171,8 +172,8 @@ def test_overrides_that_agree_are_used(monkeypatch, results, expected, expected_
             raise result
         return [result * torch.tensor([1.0, 2.0, 3.0])]
 
-    monkeypatch.setattr(kernels, 'registered', {'a', 'b'})
-    agreeing, lines = kernels.find_agreeing(trial, ('a', 'b', 'c'))
+    monkeypatch.setattr(overrides, 'registered', {'a', 'b'})
+    agreeing, lines = overrides.find_agreeing(trial, ('a', 'b', 'c'))
     assert ''.join(sorted(agreeing)) == expected
     for line, part in zip(lines, expected_lines, strict=True):
         assert part in line
