@@ -57,23 +57,26 @@ PLAN = Plan(
 )
 
 
-def verdict(blocks: DataFrame, draws: int = 100_000) -> str:
-    """Return what the rule says. blocks: a row per seed and a column (recurrent, L) per allocation;
-    lower values are better.
+def draw_means(blocks: DataFrame, draws: int = 100_000) -> DataFrame:
+    """Return a row per draw of the means of the columns. blocks: a row per seed.
 
     Each draw adds to the means an error from a multivariate t distribution with the covariance of
-    the mean over blocks. An offset that all runs of a block share cancels, because only the order
-    of the means counts."""
+    the mean over blocks. An offset that all runs of a block share cancels in differences."""
     n = len(blocks)
     errors = (blocks - blocks.mean()).to_numpy() / np.sqrt(n * (n - 1))
     generator = np.random.default_rng(1)
     scale = np.sqrt(generator.chisquare(n - 1, (draws, 1)) / (n - 1))
     means = blocks.mean().to_numpy() + generator.standard_normal((draws, n)) @ errors / scale
+    return DataFrame(means, columns=blocks.columns)
+
+
+def verdict(blocks: DataFrame) -> str:
+    """Return what the rule says. blocks: a row per seed and a column (recurrent, L) per allocation;
+    lower values are better."""
+    means = draw_means(blocks)
     best = {}
     for recurrent in (True, False):
-        columns = blocks.columns.get_level_values(0) == recurrent
-        depths = blocks[recurrent].columns.to_numpy()
-        best[recurrent] = depths[means[:, columns].argmin(1)]
+        best[recurrent] = means[recurrent].idxmin(axis=1)
     smaller, larger = np.mean(best[True] < best[False]), np.mean(best[True] > best[False])
     word = 'confirmed' if smaller >= 0.95 else 'refuted' if larger >= 0.95 else 'undecided'
     return f'{word}: smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}'
