@@ -40,12 +40,37 @@ EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', 
 # Exceptions that parsing can raise, whatever the text is.
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)
 
-# ---- how a script ends ----
+# What torchrun sets for each of its processes.
+TORCHRUN = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
 
 
 class UserError(ValueError):
     """A user's mistake. The message is one line that names the file, folder or setting and says
     what to do. run_script prints it without a traceback."""
+
+
+# ---- ranks ----
+
+
+def under_torchrun() -> bool:
+    """Return whether torchrun has started this process. RANK or WORLD_SIZE alone say nothing: pods,
+    cluster images and parent processes leave them behind."""
+    return all(os.environ.get(name) for name in TORCHRUN)
+
+
+def find_rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, (0, 1) without torchrun. Raises
+    UserError if the environment holds no such numbers."""
+    if not under_torchrun():
+        return 0, 1
+    rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        advice = 'start it with torchrun, or unset them'
+        raise UserError(f'RANK = {rank}, WORLD_SIZE = {world} in the environment: {advice}')
+    return int(rank), int(world)
+
+
+# ---- how a script ends ----
 
 
 def run_script(
@@ -60,9 +85,10 @@ def run_script(
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, 'reconfigure'):  # a closed stream is None
             stream.reconfigure(errors='replace')  # of what their encoding does not have
-    status, line = 0, ''
+    status, line, rank = 0, '', 0
     try:
         try:
+            rank, _ = find_rank()
             status = main() or 0
         except SystemExit as end:  # --help
             status = end.code or 0
@@ -84,12 +110,12 @@ def run_script(
             raise
         status, line = 2, f'error: {explain(error)}'
     if line:
-        if int(os.environ.get('RANK', 0)) > 0:
+        if rank > 0:
             # If rank 0 has met the same mistake, torchrun ends this process meanwhile, and the
             # line is printed once.
             time.sleep(3)
         print(line, file=sys.stderr, flush=True)
-    if 'RANK' in os.environ:
+    if under_torchrun():
         # A thread of gloo may outlive its process group and abort Python's shutdown (in 1 run of
         # 20; pytorch PR 179291).
         os._exit(status)
@@ -398,6 +424,6 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
             raise UserError(f'command line: cannot read {argument!r}: {expected}')
     config = Settings(script.defaults, from_files, from_command_line)
     settings.update(config)
-    if not quiet and os.environ.get('RANK', '0') == '0':
+    if not quiet and find_rank()[0] == 0:
         config.show()
     return config

@@ -32,7 +32,7 @@ from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
 from support.plots import plot_losses
-from support.ranks import Gradients, bf16_is_fast, gather, print0
+from support.ranks import Gradients, gather, print0
 from support.run_folder import (
     BEST,
     RunFolder,
@@ -255,9 +255,10 @@ def main(config: Settings) -> int:
         raise UserError(f'betas = {betas}: expected two numbers')
 
     rank, world, device_ = ranks.join_ranks(device, threads)
-    compute_dtype = ranks.pick_dtype(dtype, device_)
-    processor = torch.device(device_).type, compute_dtype, bf16_is_fast(device_)
-    ranks.compare_ranks(ranks.shared(config), folder.step, processor)
+    config['dtype'] = str(ranks.pick_dtype(dtype, device_)).removeprefix('torch.')
+    ranks.share_settings(config)
+    globals().update(config)
+    compute_dtype = getattr(torch, dtype)
     torch.manual_seed(seed)
     fused.enabled = compile and mode == 'fast'
     graphs = {} if cuda_graphs and device_.startswith('cuda') and mode == 'fast' else None
@@ -287,7 +288,7 @@ def main(config: Settings) -> int:
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
         )
     shards = fingerprint([*train_shards, *val_shards])
-    ranks.compare_ranks(shards)
+    ranks.compare_ranks(folder.step, shards)
 
     # model
     sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}

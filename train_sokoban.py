@@ -333,9 +333,9 @@ def main(config: Settings) -> int:
         board_class = JumanjiEnv
 
     rank, world, device_ = ranks.join_ranks(device, threads)
-    dtype_ = str(ranks.pick_dtype(dtype, device_)).removeprefix('torch.')
-    processor = torch.device(device_).type, dtype_
-    ranks.compare_ranks(ranks.shared(config), folder.step, processor)
+    config['dtype'] = str(ranks.pick_dtype(dtype, device_)).removeprefix('torch.')
+    ranks.share_settings(config)
+    globals().update(config)
     if n_envs % world and not eval_only:
         raise UserError(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
@@ -345,7 +345,6 @@ def main(config: Settings) -> int:
 
     # model
     sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
-    sizes['dtype'] = dtype_
     model = build_agent(AgentConfig(**sizes))
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
@@ -370,7 +369,7 @@ def main(config: Settings) -> int:
         dist.barrier()
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    ranks.compare_ranks(eval_crc, levels_crc)
+    ranks.compare_ranks(folder.step, eval_crc, levels_crc)
 
     if eval_only:
         result = evaluate(model, eval_levels, device_, time_limit=time_limit)
@@ -457,7 +456,7 @@ def main(config: Settings) -> int:
             best = metadata['best']
     saved = folder.saved = None  # free its memory
 
-    metadata = machine(device_, sizes['dtype'])
+    metadata = machine(device_, dtype)
     config |= {name: metadata.pop(name) for name in ('device', 'dtype', 'threads')}
     n_params = sum(p.numel() for p in model.parameters()) / 1e6
     macs = model.nominal_macs() / 1e6

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 
-from configurator import UserError, first_line
+from configurator import UserError, find_rank, first_line, under_torchrun
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def print0(text: str) -> None:
     """Print on rank 0 only. If standard output cannot be written (a full disk, a terminal that is
     gone), it is switched off, because what is printed is not the run. If its reader has ended
     (`| head`), the process gets SIGTERM, at which a trainer saves and stops."""
-    if os.environ.get('RANK', '0') == '0':
+    if find_rank()[0] == 0:
         try:
             print(text, flush=True)
         except OSError as error:
@@ -98,7 +98,10 @@ def Throttle(seconds: float = 10.0) -> Callable[..., bool]:
 def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     """Join the process group, under torchrun, and return the rank, the number of ranks and the
     device ('cpu', 'mps' or 'cuda:N') of this process. device, threads: see pick_device."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    rank, world = find_rank()
+    if left := [name for name in ('RANK', 'WORLD_SIZE') if name in os.environ]:
+        if not under_torchrun():
+            print0(f'{" and ".join(left)} in the environment: ignored, torchrun has not set it')
     device = pick_device(device, threads)
     backend = 'gloo'
     if device.startswith('cuda'):
@@ -108,6 +111,10 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     else:
         keep_memory()
     if world > 1:
+        address = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
+        with contextlib.suppress(OSError):  # of standard error
+            text = f'rank {rank} of {world}: waiting for the others at {address}'
+            print(text, file=sys.stderr, flush=True)
         # The store of torchrun survives a restart. Without a prefix for each attempt, the restarted
         # ranks would find the addresses of the dead ones.
         restarts = os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)
@@ -127,18 +134,21 @@ def agree(*values: object) -> bool:
     return bool(both.sum() == 0)
 
 
-def shared(config: dict) -> dict:
-    """Return the settings that all ranks must share: all but folders and devices, which hosts may
-    name differently, and what rank 0 alone uses."""
-    own = 'init_from', 'device', 'threads', 'plot', 'tensorboard', 'wandb', 'wandb_project'
-    return {k: x for k, x in config.items() if not (k in own or k.endswith('_dir'))}
+def share_settings(config: dict) -> None:
+    """Give all ranks the settings of rank 0, except folders and devices, which hosts may name
+    differently."""
+    if dist.is_initialized():
+        settings = [dict(config)]
+        dist.broadcast_object_list(settings)
+        own = {'init_from', 'device', 'threads'} | {k for k in config if k.endswith('_dir')}
+        config.update({k: x for k, x in settings[0].items() if k not in own})
 
 
 def compare_ranks(*values: object) -> None:
-    """Raise UserError if the ranks have different values."""
+    """Raise UserError if the ranks have different values, which tell of their files."""
     if not agree(*values):
-        advice = 'give all hosts the same command and files'
-        raise UserError(f'the ranks differ in settings, data, checkpoints or processors: {advice}')
+        advice = 'give all hosts the same files'
+        raise UserError(f'the ranks differ in data or checkpoints: {advice}')
 
 
 def share_weights(model: torch.nn.Module) -> None:
@@ -268,7 +278,7 @@ def pick_device(name: str, threads: int = 0) -> str:
         return device
     if not torch.cuda.is_available():
         raise UserError(f'device = {name!r}: this torch finds no CUDA device: choose --device=cpu')
-    index = int(os.environ.get('LOCAL_RANK') or device[5:] or 0)
+    index = int(os.environ['LOCAL_RANK'] if under_torchrun() else device[5:] or 0)
     count = torch.cuda.device_count()
     if index >= count:
         raise UserError(f'device = cuda:{index}: there are {count} CUDA devices')
@@ -329,7 +339,7 @@ def error_explainer(less_memory: str) -> Callable[[Exception], str]:
         if memory := out_of_memory(error):
             return f'out of {memory}: {less_memory} ({first_line(error)})'
         if isinstance(error, dist.DistError) or 'gloo/transport' in str(error):
-            reason = f'rank {os.environ.get("RANK")}: another rank died, or cannot be reached'
+            reason = f'rank {find_rank()[0]}: another rank died, or cannot be reached'
             return f'{reason}; --resume=True continues from the last checkpoint'
         raise error
 

@@ -35,7 +35,14 @@ import zipfile
 from collections.abc import Iterator
 from itertools import accumulate
 
-from configurator import Settings, UserError, convert, first_line
+from configurator import (
+    Settings,
+    UserError,
+    convert,
+    find_rank,
+    first_line,
+    under_torchrun,
+)
 
 import filelock
 import torch
@@ -320,7 +327,7 @@ class RunFolder:
         holds files that no run wrote, or if the command line changes a fixed setting."""
         self.config = config
         self.path = pathlib.Path(config['out_dir'])
-        self.rank = int(os.environ.get('RANK', 0))
+        self.rank, _ = find_rank()
         self.saved, self.step, self.records, self.finished = None, 0, [], False
         self.changes = {}  # of settings, by a resumed run
         self.trackers = {}
@@ -605,5 +612,5 @@ class Stopper:
             self.signal, self.time = number, time.monotonic()
             with contextlib.suppress(OSError):  # the terminal is gone; print is not safe here
                 os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
-        elif number == signal.SIGINT and time.monotonic() - self.time > ('RANK' in os.environ):
+        elif number == signal.SIGINT and time.monotonic() - self.time > under_torchrun():
             raise KeyboardInterrupt

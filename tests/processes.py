@@ -74,4 +74,5 @@ def call_as_rank(rank, world, port, sender, function, args):
     os.environ |= {'RANK': str(rank), 'LOCAL_RANK': str(rank)}
     os.environ |= {'WORLD_SIZE': str(world), 'LOCAL_WORLD_SIZE': str(world)}
     os.environ |= {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    os.environ['TORCHELASTIC_RUN_ID'] = 'test'
     sender.send(function(*args))

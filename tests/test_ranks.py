@@ -7,11 +7,12 @@ import zlib
 
 import pytest
 import torch
-from small_runs import assert_refused
+from processes import run, start
+from small_runs import assert_refused, lm_arguments
 
 from support import compiling, ranks
 from support.ranks import Gradients
-from support.run_folder import Stopper
+from support.run_folder import Stopper, is_finished
 
 # ---- standard output that cannot be written
 
@@ -43,6 +44,46 @@ def test_what_only_reports_may_fail(capsys):
 
 
 # ---- ranks and gradients
+
+ADDRESS = {'MASTER_ADDR': 'localhost', 'MASTER_PORT': '29517'}
+LEFT_BEHIND = [  # in the environment of a process that torchrun has not started
+    {'RANK': '2'},
+    {'RANK': 'x'},
+    {'WORLD_SIZE': '4'},
+    {'RANK': '3', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1'},
+    {'RANK': '1', 'WORLD_SIZE': '2', **ADDRESS},
+]
+
+
+@pytest.mark.parametrize('variables', LEFT_BEHIND, ids=str)
+def test_variables_that_torchrun_has_not_set_make_no_rank(data, tmp_path, monkeypatch, variables):
+    """The run prints, and writes its folder. A line says that they are ignored."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = run(['train_lm.py', *lm_arguments(data, tmp_path, max_iters=1)])
+    assert done.returncode == 0, done.stderr
+    assert 'in the environment: ignored, torchrun has not set it' in done.stdout
+    assert 'done: 1 updates' in done.stdout and is_finished(tmp_path)
+
+
+def test_a_gpu_is_not_chosen_by_a_variable_that_torchrun_has_not_set(monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '3')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    assert ranks.pick_device('cuda:1') == 'cuda:1'
+
+
+def test_ranks_that_cannot_be_are_one_line_and_a_wait_is_announced(data, tmp_path):
+    """As under torchrun, or in a process that a rank has started."""
+    variables = {'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'TORCHELASTIC_RUN_ID': 'x', **ADDRESS}
+    command = ['train_lm.py', *lm_arguments(data, tmp_path, max_iters=1)]
+    done = run(command, env=os.environ | variables | {'RANK': '2'})
+    assert done.returncode == 2 and done.stderr.startswith('error: RANK = 2, WORLD_SIZE = 2')
+    assert done.stderr.count('\n') == 1
+    waits = start(command, env=os.environ | variables | {'RANK': '0'})
+    assert waits.stderr.readline() == 'rank 0 of 2: waiting for the others at localhost:29517\n'
+    waits.kill()
+    waits.communicate()
 
 
 def test_ranks_agree_on_equal_values_only(monkeypatch):

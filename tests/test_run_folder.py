@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-from configurator import Settings, UserError
+from configurator import TORCHRUN, Settings, UserError
 
 import pytest
 import torch
@@ -468,7 +468,8 @@ def test_the_first_ctrl_c_waits_for_the_update_and_the_second_does_not(monkeypat
     stopper = Stopper()
     press_ctrl_c()
     if under_torchrun:
-        monkeypatch.setenv('RANK', '0')
+        for name in TORCHRUN:
+            monkeypatch.setenv(name, '0')
         press_ctrl_c()
         stopper.time -= 2  # two seconds later
     assert stopper.signal == signal.SIGINT

@@ -211,7 +211,7 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
         assert f'{path}: ' in error_of(capfd, train_lm, argv)
     torch.save(saved, path)
     monkeypatch.setattr(ranks, 'agree', lambda *values: 2 not in values)
-    assert 'the ranks differ in settings, data, checkpoints' in error_of(capfd, train_lm, argv)
+    assert 'the ranks differ in data or checkpoints' in error_of(capfd, train_lm, argv)
 
 
 # ---- graphs and ranks
@@ -286,24 +286,36 @@ def test_ranks_and_micro_batches_change_only_rounding(data, tmp_path):
 
 
 def train_as_own_rank(argv, changes):
-    """Train as a rank with changes of its own; return what is refused, or None."""
+    """Train as a rank with changes of its own; return the settings that it trained with, or what
+    was refused."""
     try:
         train_lm_as_rank([*argv, *changes[int(os.environ['RANK'])]])
     except UserError as error:
         return str(error)
+    return train_lm.learning_rate, train_lm.tokens_per_step
 
 
 def test_ranks_start_with_the_same_settings_and_weights(data, trained, tmp_path):
-    """Other settings are refused; the weights are those of rank 0."""
+    """Those of rank 0. Other data are refused."""
     argv = lm_arguments(data, tmp_path, max_iters=1, val_streams=4)
-    message = 'the ranks differ in settings'
-    changes = [[], ['--learning_rate=0.3']]
-    assert all(message in x for x in run_ranks(2, train_as_own_rank, argv, changes))
+    copy = tmp_path / 'copy'
+    shutil.copytree(data, copy)
+    changes = [[], [f'--data_dir={copy}']]
+    settings = (0.02, 64)
+    assert run_ranks(2, train_as_own_rank, [*argv, '--overwrite=True'], changes) == 2 * [settings]
+    shard = str(copy / 'fineweb_train_000002.bin')
+    write_shard(shard, np.roll(read_shard(shard, 256), 1))
+    refused = run_ranks(2, train_as_own_rank, [*argv, '--overwrite=True'], changes)
+    assert all('the ranks differ in data or checkpoints' in x for x in refused)
+    argv.append('--overwrite=True')
     argv.append(f'--init_from={trained / "recurrent"}')
     run_lm(data, tmp_path / 'one', max_iters=1, val_streams=4, init_from=trained / 'recurrent')
     run_lm(data, tmp_path / 'other', max_iters=1, seed=3)
-    changes = [[], [f'--init_from={tmp_path / "other"}']]
-    assert run_ranks(2, train_as_own_rank, argv, changes) == [None, None]
+    changes = [
+        [],
+        [f'--init_from={tmp_path / "other"}', '--learning_rate=0.3', '--tokens_per_step=128'],
+    ]
+    assert run_ranks(2, train_as_own_rank, argv, changes) == 2 * [settings]
     one, two = (read_log(folder) for folder in (tmp_path / 'one', tmp_path))
     assert two[0]['val_loss'] == pytest.approx(one[0]['val_loss'], rel=1e-5)
     assert two[1]['train_loss'] == pytest.approx(one[1]['train_loss'], rel=1e-5)
