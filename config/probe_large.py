@@ -2,8 +2,8 @@
 
 Goal: recall of the planned path by step for L = 1, 2, 4 and 8, each for the best of three seeds.
 Expected: the paper's figures, recall over the first 20 steps and the plan on boards at the first
-three. Hardware: GPUs of 80 GB for the agents; one for the probes, and 20 GB of disk or more in
-out_dir (paper/probe.py).
+three. Hardware: GPUs of 80 GB for the agents; one for the probes, and 40 GB of memory or more
+(paper/probe.py).
 
     python -m paper.sweep probes --run
     python -m paper.probe config/probe_large.py \\

@@ -21,8 +21,9 @@ a share `precision` of the directions emitted in the first 20 steps (setting `fi
 Recall is the share of cells that the agent will step onto for which the probe emits the right
 direction, on the test levels that all agents solve.
 
-The states of one agent at a time lie in a temporary file in out_dir: 400 D bytes per step for an
-agent of width D. 3,000 episodes of 60 steps at D = 256 are 18 GB.
+The states of one agent at a time are held in memory: 400 D bytes per step for an agent of width D,
+and twice that while they are recorded. 3,000 episodes of 60 steps at D = 256, the paper's size, are
+18 GB, so that 40 GB are needed.
 
 Writes into out_dir: recall.png and .svg; probes.csv, the counts by probe, seed and step;
 probes.json, the scores over the first steps; plans.png, one level as all agents play it, with the
@@ -37,7 +38,6 @@ import itertools
 import os
 import shlex
 import sys
-import tempfile
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -94,7 +94,7 @@ RANGES = {
     **dict.fromkeys(('seeds', 'epochs', 'batch_size'), (1, inf)),
 }
 NEVER = 4  # classes 0..3: up, right, down, left, as the actions
-BATCH = 64  # episodes whose states are held in memory
+BATCH = 64  # episodes that are played at once
 PROBES = {  # name: (size of the convolution, what it reads)
     '3x3': (3, 'trained'),
     '1x1': (1, 'trained'),
@@ -220,11 +220,9 @@ class Steps(NamedTuple):
 
 def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
     """Let an agent play levels (n, 17) while the untrained one sees the same boards. Return the
-    steps, whose features lie in a temporary file as long as they are used, and the number of levels
-    that are solved."""
+    steps and the number of levels that are solved."""
     parts, solved = [], 0
     is_due = ranks.Throttle()
-    file = tempfile.TemporaryFile(dir=out_dir)
     for i in range(0, len(packed), BATCH):
         recorder = FeatureRecorder(player.agent, player.untrained)
         batch = packed[i : i + BATCH]
@@ -240,15 +238,11 @@ def record(player: Player, packed: ndarray, device: str) -> tuple[Steps, int]:
             raise UserError(
                 f'{player.name}: its state is not finite in float16, {reason}: leave it out'
             )
-        file.write(features.data)
-        parts.append((boards[:, :-1][played], classes[played], np.nonzero(played)[1]))
+        parts.append((boards[:, :-1][played], classes[played], np.nonzero(played)[1], features))
         solved += found['solved'].sum()
         if is_due():
             print(f'    {i + len(batch):,} of {len(packed):,} episodes', flush=True)
-    file.flush()
-    boards, target, step = map(np.concatenate, zip(*parts, strict=True))
-    shape = (len(step), 10, 10, features.shape[-1])
-    return Steps(boards, target, step, np.memmap(file, np.float16, 'r', shape=shape)), solved
+    return Steps(*map(np.concatenate, zip(*parts, strict=True))), solved
 
 
 # ---- probes ----
@@ -306,7 +300,7 @@ def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
         total = torch.zeros(len(PROBES), device=device)
         batches = torch.randperm(S, generator=order).split(batch_size)
         for i, batch in enumerate(batches):
-            index = np.sort(batch.numpy())  # in the order of the file
+            index = batch.numpy()
             x = inputs(data, index, scale)
             y = torch.from_numpy(data.target[index]).to(device).long()  # (B, 100)
             y = y[:, None].expand(-1, seeds, -1)  # (B, P, 100)
