@@ -9,7 +9,6 @@ $ python play_sokoban.py --out_dir=out/sokoban_small_L4 --export=out/agent
 Arrows show the agent's plan, as a probe (paper/probe.py) reads it from the agent's state: the arrow
 on a cell is the direction in which the agent will step onto it. Without a terminal, one game is
 printed as text; a terminal that cannot show the symbols gets ASCII.
-
 """
 
 import contextlib

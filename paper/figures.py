@@ -73,17 +73,13 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def judged_return(log: DataFrame, log_interval: int) -> float:
-    """Return the mean return of the episodes that ended in the last 5 x log_interval updates.
-
-    A line of the log counts by its number of episodes. Of a line that covers earlier updates too,
-    the part that lies in these updates counts; lines of evaluations alone do not."""
+    """Return the mean return of the episodes in the last lines of the log that cover at least 5 x
+    log_interval updates, each episode once. Lines of evaluations alone do not count."""
     lines = log[log['episodes'].notna()]
-    step, before = lines['step'], lines['step'].shift(fill_value=0)
-    start = step.max() - 5 * log_interval
-    share = ((step - before.clip(lower=start)) / (step - before)).clip(lower=0)
-    lines = lines.assign(weight=share * lines['episodes']).dropna(subset='episodic_return')
-    total = lines['weight'].sum()
-    return (lines['weight'] * lines['episodic_return']).sum() / total if total else math.nan
+    start = lines['step'].max() - 5 * log_interval
+    lines = lines[lines['step'] > start].dropna(subset='episodic_return')
+    total = lines['episodes'].sum()
+    return (lines['episodes'] * lines['episodic_return']).sum() / total if total else math.nan
 
 
 def runs(folders: Folders) -> DataFrame:

@@ -309,10 +309,10 @@ def train_probes(data: Steps, device: str) -> tuple[dict[str, Probe], Tensor]:
             optimizer.zero_grad()
             (losses.sum() * seeds).backward()  # the sum of all probes' means over cells
             optimizer.step()
-            total += losses.detach()
+            total += losses.detach() * len(batch) / S  # the last batch may be smaller
             if is_due():
                 print(f'    epoch {epoch + 1} of {epochs}: {i / len(batches):.0%}', flush=True)
-        means = zip(PROBES, (total / len(batches)).tolist(), strict=True)
+        means = zip(PROBES, total.tolist(), strict=True)
         text = ', '.join(f'{name} {loss:.4f}' for name, loss in means)
         print(f'  epoch {epoch + 1} of {epochs}: loss {text}', flush=True)
     return probes, scale

@@ -422,16 +422,20 @@ def test_the_revision_of_a_dataset_is_pinned(commits, sources, tmp_path, monkeyp
     assert_refused('prepared with source', prepare, tmp_path / 'd', **settings, revision='v2')
 
 
-def test_missing_ready_made_shards_are_downloaded_from_one_commit(commits, tmp_path, monkeypatch):
+def test_missing_ready_made_shards_are_downloaded_from_one_commit(
+    commits, tmp_path, monkeypatch, capsys
+):
+    """Their documents are compared like all others."""
     folder, asked = tmp_path / 'd', []
 
     def hf_hub_download(repo_id, filename, *, repo_type, local_dir, revision):
         assert (repo_id, repo_type, revision) == ('kjj0/fineweb10B-gpt2', 'dataset', 'c0ffee')
         asked.append(int(filename[-10:-4]))
-        df.write_shard(Path(local_dir, filename), [50256, 7] * 40)
+        df.write_shard(Path(local_dir, filename), [50256, 7, 50256, asked[-1]] * 20)
 
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
     prepare(folder, tokenizer='gpt2', pretokenized=2)
+    assert repeats_in(capsys)[:2] == (20, 40)
     (folder / 'fineweb_train_000001.bin').unlink()
     message = 'train_000001.bin is missing: run the same data_fineweb.py command again'
     assert_refused(message, find_shards, folder, 'train')

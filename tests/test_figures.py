@@ -67,8 +67,8 @@ def test_each_run_is_a_row_with_its_settings_last_and_best_values(tmp_path):
 
 
 def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
-    """Of 64 updates the last 50 are 6 of the third line's 10, and all of the later lines. The
-    second line is an evaluation."""
+    """The last 50 of 64 updates begin in the third line, whose episodes all count: nobody knows
+    which of them ended in these updates. The second line is an evaluation."""
     log = pandas.DataFrame(
         {
             'step': [10, 17, 20, 30, 40, 50, 60, 64],
@@ -76,7 +76,7 @@ def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
             'episodic_return': [-9, None, 20, 30, 40, None, 60, 64],
         }
     )
-    expected = np.average([20, 30, 40, 60, 64], weights=[0.6 * 8, 1, 2, 4, 3])
+    expected = np.average([20, 30, 40, 60, 64], weights=[8, 1, 2, 4, 3])
     assert figures.judged_return(log, 10) == pytest.approx(expected)
     assert math.isnan(figures.judged_return(log[log['episodes'] == 0], 10))
 

@@ -86,6 +86,16 @@ def test_probes_find_a_signal_and_none_in_noise():
     assert recall == pytest.approx(expected, abs=1e-3)
 
 
+def test_the_printed_loss_is_the_mean_over_steps_of_unequal_batches(capsys):
+    """Probes that learn nothing have the same loss in one batch and in batches of 100 and 20."""
+    lines = []
+    for batch_size in (120, 100):
+        apply_settings('--epochs=1', '--learning_rate=0', f'--batch_size={batch_size}')
+        probe.train_probes(random_steps(seed=0), 'cpu')
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1]
+
+
 @pytest.mark.parametrize('wrong_at, threshold, recall', [(0, 0.9, 0.8), (1, 0.6, 1.0)])
 def test_the_first_20_steps_set_the_threshold(wrong_at, threshold, recall):
     """In steps 0 and 20 the agent enters five of six cells. Four guesses are certain and right; the
