@@ -488,18 +488,19 @@ def test_init_from_leaves_out_the_settings_of_the_other_kind(data, tmp_path, cap
 
 
 def test_the_shipped_model_can_be_fine_tuned_on_a_text(tmp_path, monkeypatch):
-    """As README.md says. It starts far below the ln 256 = 5.5 nats per byte of a new model, and a
-    resumed run keeps the sizes that it adopted."""
+    """By README.md's lines, although the text is too short for the val_tokens of the config. It
+    starts far below the ln 256 = 5.5 nats per byte of a new model, and a resumed run keeps the
+    sizes that it adopted."""
     monkeypatch.chdir(tmp_path)
     speech = 'Fellow-citizens of the Senate and of the House of Representatives: the Congress has '
     speech += 'passed the law for the relief of our troops.\n'
-    (tmp_path / 'my.txt').write_text(80 * speech)
-    argv = ['--text=my.txt', '--tokenizer=bytes', '--data_dir=data/my', '--val_tokens=2000']
+    (tmp_path / 'my.txt').write_text(200 * speech)
+    argv = ['--text=my.txt', '--tokenizer=bytes']
     data_fineweb.make_shards(configure(vars(data_fineweb), argv, quiet=True))
-    argv = [f'--init_from={ROOT}/pretrained/lm', '--data_dir=data/my', '--out_dir=out']
-    argv += '--tokens_per_step=512 --val_tokens=512 --val_streams=4 --eval_interval=2'.split()
-    argv += '--max_iters=2 --device=cpu --compile=False --learning_rate=0.001'.split()
+    argv = [f'{ROOT}/config/tiny_lm.py', f'--init_from={ROOT}/pretrained/lm']
+    argv += '--data_dir=data/text_bytes --out_dir=out --eval_interval=2 --max_iters=2'.split()
+    argv += '--device=cpu --compile=False --learning_rate=0.001'.split()
     assert train_lm_as_rank(argv) == 0
-    assert read_log('out')[0]['val_loss'] < 2.5
+    assert read_log('out')[0]['val_loss'] < 3.5
     assert train_lm_as_rank([*argv, '--resume=True', '--max_iters=3']) == 0
     assert read_log('out')[-1]['step'] == 3 and settings_of('out')['n_embd'] == 48
