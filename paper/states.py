@@ -310,7 +310,8 @@ def main() -> None:
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
         parts.append(score(run, args.chains, **options))
-    about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds commit'.split()
+    about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds'.split()
+    about += ['device_name', 'commit']
     scores = frame[about].merge(pandas.concat(parts), on='folder')
     out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
     out.mkdir(parents=True, exist_ok=True)

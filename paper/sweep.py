@@ -122,7 +122,7 @@ def select(args: argparse.Namespace) -> list[Run]:
     """Return the runs that the arguments ask for."""
     runs = runs_of(args.plan)
     if not runs:
-        raise UserError(f'{args.plan} needs no runs: {find_plan(args.plan).draw}')
+        raise UserError(f'{args.plan} has no runs: {find_plan(args.plan).draw}')
     if args.only is not None:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:

@@ -21,8 +21,11 @@ from test_stream import make_model
 import data_fineweb
 import data_states
 from data_states import MOVES, TRAIN, chains, entropy, likeliest, make_shards
-from paper import states
+from paper import plans, states
+from paper.plans import full_settings
 from paper.states import accuracy
+from paper.studies import states as study
+from paper.studies import states_rates
 from sample import load_model
 from support.loader import find_shards, read_shard
 
@@ -264,7 +267,7 @@ def trained_states(tmp_path_factory):
     for run in settings:
         name = run.pop('name')
         sizes = {'window': 16, 'max_iters': 2, 'eval_interval': 2, **run}
-        assert run_lm(folder / 'data', folder / 'runs' / name, **sizes) == 0
+        assert run_lm(folder / 'data', folder / 'states' / name, **sizes) == 0
     return folder
 
 
@@ -275,7 +278,7 @@ def score(monkeypatch, *arguments):
 
 
 def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypatch, capsys):
-    score(monkeypatch, trained_states / 'runs', '--chains=100', f'--out={tmp_path}')
+    score(monkeypatch, trained_states / 'states', '--chains=100', f'--out={tmp_path}')
     printed = capsys.readouterr().out
     table = pandas.read_csv(tmp_path / 'states.csv')
     assert len(table) == 4 * 8 and set(table['length']) == {1, 2, 3, 4, 5, 6, 7, 8}
@@ -283,7 +286,7 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     assert (table['beyond'] == (table['length'] > 4)).all() and table['commit'].notna().all()
     is_long = (table['length'] + 10 > 16) & (table['model'] != 'LSTM')
     assert (table['exceeds'] == is_long).all()
-    run = trained_states / 'runs/nonrecurrent'
+    run = trained_states / 'states/nonrecurrent'
     one = accuracy(load_model(run, 'best'), states.test_text(MOVES['S5'], 4, 100))
     found = table[table['folder'] == str(run)]
     assert found['accuracy'].to_list() == one['accuracy'].to_list()
@@ -303,7 +306,7 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     ],
 )
 def test_what_cannot_be_scored_is_refused(trained_states, monkeypatch, arguments, message):
-    monkeypatch.chdir(trained_states / 'runs')
+    monkeypatch.chdir(trained_states / 'states')
     assert_refused(message, score, monkeypatch, *arguments)
 
 
@@ -328,3 +331,119 @@ def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch):
     model = load_model('out/copy', 'best')
     table = accuracy(model, [names['make_text'](2, 400)], names['find_answers'])
     assert table['length'].to_list() == [*range(1, 17)] and 380 < table['answers'].sum() < 400
+
+
+# ---- the registered study
+
+
+def write_rates(path, processor='some CPU', **ms):
+    """Write a table of rates: of each model the second of three is the best."""
+    rows = [
+        {'name': name, 'rate': rate, 'loss': loss, 'ms': ms.get(name, 200), 'processor': processor}
+        for name in states_rates.MODELS
+        for rate, loss in ((0.01, 0.7), (0.02, 0.6), (0.04, 0.9))
+    ]
+    states_rates.append(pandas.DataFrame(rows), path)
+
+
+def test_rates_and_equal_seconds_come_from_one_processor(tmp_path):
+    path = tmp_path / 'rates.csv'
+    assert states_rates.tuned(path).empty
+    one = pandas.DataFrame([{'name': 'r1', 'rate': 1, 'loss': 0, 'ms': 1, 'processor': 'other'}])
+    states_rates.append(one, path)
+    assert states_rates.tuned(path).empty
+    write_rates(path, r1=300, n8=250, r8=900)
+    found = states_rates.tuned(path)
+    assert [*found.index] == ['r1', 'r2', 'r4', 'r8', 'n1', 'n2', 'n4', 'n8', 'lstm']
+    assert set(found['rate']) == {0.02}
+    assert found['updates'][['r1', 'n8', 'r8', 'n1']].to_list() == [800, 960, 267, 1200]
+
+
+def test_the_plan_has_all_models_budgets_and_seeds(tmp_path, monkeypatch):
+    path = tmp_path / 'rates.csv'
+    write_rates(path, r1=300, n8=250, n4=150)
+    monkeypatch.setattr(study, 'tuned', lambda: states_rates.tuned(path))
+    settings = [full_settings(run) for run in plans.runs_of('states')]
+    assert {s['seed'] for s in settings} == {11, 12, 13, 14}
+    first = [s for s in settings if s['seed'] == 11]
+    # Z5; equal bytes, which is equal seconds of r1; twice the bytes, which is equal seconds of n4
+    assert len(first) == 9 + (2 + 7 * 3 + 2) and len(settings) == 4 * len(first)
+    n8 = [s for s in first if not s['recurrent'] and s['n_layer'] == 8]
+    assert sorted((s['data_dir'][-2:], s['max_iters']) for s in n8) == [
+        ('S5', 800),
+        ('S5', 960),
+        ('S5', 1600),
+        ('Z5', 800),
+    ]
+    assert all(s['n_layer'] * s['n_expert'] == 8 and s['n_embd'] == 64 for s in first)
+    assert all(s['eval_interval'] == s['max_iters'] for s in settings)
+    assert all(s['block_size'] == (32 if s['recurrent'] else 256) for s in settings)
+    rates = {s['baseline_lr'] if s['arch'] == 'lstm' else s['learning_rate'] for s in settings}
+    assert rates == {0.02}
+
+
+def make_blocks(**means):
+    """Return four blocks with noise of 0.01 around these means, of others 0.5."""
+    noise = np.random.default_rng(1).normal(size=(4, 9)) / 100
+    blocks = pandas.DataFrame(noise, columns=[*states_rates.MODELS])
+    return blocks + pandas.Series({name: means.get(name, 0.5) for name in blocks})
+
+
+@pytest.mark.parametrize(
+    'means, words',
+    [
+        ({'r1': 0.8, 'n8': 0.6}, 'confirmed confirmed confirmed'),
+        ({'r1': 0.8, 'r8': 0.9}, 'confirmed refuted refuted'),
+        ({'n2': 0.6, 'n8': 0.55}, 'refuted confirmed undecided'),
+        ({'r1': 0.99, 'r8': 0.98, 'n1': 0.98, 'n8': 0.98}, 'undecided undecided undecided'),
+    ],
+)
+def test_the_rules_of_the_study(means, words):
+    found = study.verdicts(make_blocks(**means))
+    assert [line.partition(': ')[2].split(',')[0].split()[0] for line in found] == words.split()
+    assert [line[:3] for line in found] == ['(a)', '(b)', '(c)']
+
+
+def test_finished_runs_are_scored_and_added_once(trained_states, tmp_path, monkeypatch, capsys):
+    """Blocks need all nine models: here there is none."""
+    path, rates = tmp_path / 'states.csv', tmp_path / 'rates.csv'
+    write_rates(rates)
+    monkeypatch.setattr(study, 'tuned', lambda: states_rates.tuned(rates))
+    assert_refused('no run has finished yet', study.report, path)
+    for _ in range(2):
+        study.add(path, str(trained_states / 'states'), 'some CPU')
+    table = pandas.read_csv(path)
+    assert sorted(table['name']) == ['lstm', 'n2', 'r2', 'r2'] and set(table['step']) == {2}
+    assert table['commit'].notna().all() and set(table['processor']) == {'some CPU'}
+    lengths = [f'at_{n}' for n in range(1, 5)]
+    assert np.allclose(table['mean'], table[lengths].mean(axis=1)) and 'at_8' in table
+    study.report(path)
+    assert capsys.readouterr().out.count('0 of 4 blocks') == 3
+
+
+def test_whole_blocks_of_the_study_are_judged_by_budget(tmp_path, monkeypatch, capsys):
+    path, rates = tmp_path / 'states.csv', tmp_path / 'rates.csv'
+    write_rates(rates, r1=300)  # equal seconds: 800 updates of r1, 1200 of others
+    monkeypatch.setattr(study, 'tuned', lambda: states_rates.tuned(rates))
+    for seed in study.SEEDS:
+        for name in states_rates.MODELS:
+            row = {'name': name, 'rate': 0.02, 'seed': seed, 'processor': 'some CPU'}
+            row |= {'tracked': 8, 'seconds': 100}
+            for task, step in (('S5', 800), ('S5', 1600), ('S5', 1200), ('Z5', 800)):
+                mean = {'r1': 0.9, 'n8': 0.95 if step == 1200 else 0.5}.get(name, 0.5)
+                row |= {'task': task, 'step': step, 'mean': mean + seed / 10_000}
+                if (name, step) != ('r1', 1200):
+                    states_rates.append(pandas.DataFrame([row]), path)
+    study.report(path)
+    printed = capsys.readouterr().out
+    after_bytes, after_seconds = printed.split('S5, twice the bytes')
+    assert '(a) r1 above n1, n2, n4, n8: confirmed' in after_bytes
+    assert '(c) n8 more than 0.05 above n1: refuted' in after_bytes
+    assert '(a) r1 above n1, n2, n4, n8: refuted' in after_seconds
+    assert '(c) n8 more than 0.05 above n1: confirmed' in after_seconds
+    table = pandas.read_csv(path)
+    updates = states_rates.tuned(rates)['updates']
+    whole = study.whole_blocks(table, updates)
+    assert len(whole) == 4
+    table.loc[(table['seed'] == 12) & (table['name'] == 'n2'), 'processor'] = 'another CPU'
+    assert [seed for seed, _ in study.whole_blocks(table, updates).index] == [11, 13, 14]

@@ -157,7 +157,7 @@ def test_a_slurm_job_has_the_unfinished_runs_and_quotes_folders(main, fake):
     'argv, message',
     [
         ('nonsense', "'nonsense' is no plan.*lm-small.*study-lm"),
-        ('latency --run', 'latency needs no runs: python bench.py'),
+        ('latency --run', 'latency has no runs: python bench.py'),
         ('lm-small --only=n_layer==3', "--only='n_layer==3': .*no run fulfills it"),
         ('lm-small --only=', "--only='': .*"),
         ('lm-small --vary=weight_decay', 'expected --vary=NAME=VALUE,VALUE'),

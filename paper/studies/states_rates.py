@@ -1,0 +1,128 @@
+"""Study: the learning rates and the speed of the models of the registered study of state tracking
+(states.py), by seed 1, which has no other use.
+
+Nine models of L x E = 8 experts of width 64: recurrent and non-recurrent L = 1, 2, 4, 8, and an
+LSTM with as many parameters as recurrent L = 1. Each trains on 3.3 MB of S5, 800 updates of 4,096
+bytes. The best rate has the lowest validation loss after the last update; where it is the lowest or
+the highest that was tried, the next one is tried, too, by a factor of two.
+
+    python data_states.py
+    python -m paper.sweep states-rates --run --workers=2
+    python -m paper.studies.states_rates out/states-rates 'AMD EPYC, Zen 4'
+
+The second line takes an hour on two cores, with nothing beside it, because the study takes its
+equal seconds from the median time of an update. The third adds the finished runs of a folder, with
+the name of the processor, to paper/results/states_rates.csv, and prints the best rates. One more:
+`--vary=learning_rate=0.16 --only="recurrent and n_layer == 1 and arch != 'lstm'"`.
+"""
+
+import statistics
+import sys
+from pathlib import Path
+
+from configurator import UserError, run_script
+
+import pandas
+from pandas import DataFrame
+
+from paper.figures import PUBLISHED, runs
+from paper.plans import Plan, equal_work, grid
+from support.run_folder import log_of
+
+TABLE = PUBLISHED.parent / 'states_rates.csv'
+DEPTHS = [1, 2, 4, 8]
+MODELS = {f'r{cell["n_layer"]}': {'recurrent': True, **cell} for cell in equal_work(8, DEPTHS)}
+MODELS |= {f'n{cell["n_layer"]}': {'recurrent': False, **cell} for cell in equal_work(8, DEPTHS)}
+MODELS['lstm'] = {'arch': 'lstm', **MODELS['r1']}
+RATES = {'r': [0.02, 0.04, 0.08], 'n': [0.005, 0.01, 0.02], 'l': [0.004, 0.008, 0.016, 0.032]}
+UPDATES = 800
+KEY = ['name', 'data_dir', 'rate', 'step', 'seed', 'processor']  # a table has each once
+COLUMNS = [*KEY, 'loss', 'seconds', 'commit']
+
+
+def runs_of(name: str, rates: list[float], updates: int, **axes: list) -> list:
+    """Return the runs of a model at these rates, with a validation after the last update only."""
+    is_recurrent = MODELS[name]['recurrent']
+    return grid(
+        *('train_lm.py', f'config/states{"" if is_recurrent else "_nonrecurrent"}.py'),
+        cells=[MODELS[name]],
+        **{'baseline_lr' if name == 'lstm' else 'learning_rate': rates},
+        **axes,
+        max_iters=[updates],
+        eval_interval=updates,
+        threads=1,
+        dtype='float32',  # of the model; Muon uses bfloat16 where it is fast
+    )
+
+
+PLAN = Plan(
+    'Study: learning rates on state tracking',
+    [run for name in MODELS for run in runs_of(name, RATES[name[0]], UPDATES, seed=[1])],
+    'python -m paper.studies.states_rates {folders} PROCESSOR',
+)
+
+
+def arguments() -> list[str]:
+    """Return the arguments of the command line: none, or a folder of runs and the name of the
+    processor."""
+    if len(sys.argv) not in (1, 3):
+        raise UserError('expected no argument, or a folder of runs and the name of the processor')
+    return sys.argv[1:]
+
+
+def unlisted(path: Path, folder: str, processor: str) -> DataFrame:
+    """Return the finished runs in a folder that a table does not have yet, with the names of their
+    models, their rates and the name of the processor. Only runs of the plan that the table is named
+    after count. Raises UserError if none of these has finished."""
+    plan = path.stem.replace('_', '-')
+    table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
+    if table.empty:
+        raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
+    is_lstm = table['arch'] == 'lstm'
+    name = table['kind'].str[0] + table['n_layer'].astype(str)
+    table['name'] = name.where(~is_lstm, 'lstm')
+    table['rate'] = table['learning_rate'].where(~is_lstm, table['baseline_lr'])
+    if not path.exists():
+        return table
+    return table[~table.set_index(KEY).index.isin(pandas.read_csv(path).set_index(KEY).index)]
+
+
+def append(table: DataFrame, path: Path) -> None:
+    """Add rows to a table of runs."""
+    table.to_csv(path, mode='a', header=not path.exists(), index=False)
+
+
+def tuned(path: Path = TABLE) -> DataFrame:
+    """Return a row for each model: its best `rate`, and in `updates` as many as it makes in the
+    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried
+    on one kind of processor."""
+    for _, part in pandas.read_csv(path).groupby('processor', sort=False) if path.exists() else ():
+        if {*part['name']} == {*MODELS}:
+            ms = part.groupby('name')['ms'].median()
+            best = part.loc[part.groupby('name')['loss'].idxmin()].set_index('name')
+            return best.assign(updates=(UPDATES * ms['r1'] / ms).round().astype(int)).loc[[*MODELS]]
+    return DataFrame()
+
+
+def report(path: Path = TABLE) -> None:
+    """Print the losses by rate, and once all models have been tried, the best rates and the updates
+    in equal time."""
+    if not path.exists():
+        raise UserError(f'{path}: no run has finished yet')
+    losses = pandas.read_csv(path).pivot_table('loss', 'name', 'rate')
+    print(f'{losses.round(4).to_string()}\n{tuned(path).to_string()}')
+    for name, row in losses.iterrows():
+        rates = row.dropna().index
+        if row.idxmin() in (rates.min(), rates.max()):
+            print(f'{name}: the best rate, {row.idxmin()}, is at the edge: try the next one, too')
+
+
+def main() -> None:
+    for run in unlisted(TABLE, *arguments()).to_dict('records') if arguments() else ():
+        ms = statistics.median(line['ms'] for line in log_of(run['folder']) if 'ms' in line)
+        append(DataFrame([{**{x: run[x] for x in COLUMNS}, 'ms': round(ms, 1)}]), TABLE)
+    report()
+
+
+if __name__ == '__main__':
+    run_script(main)
