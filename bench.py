@@ -414,6 +414,7 @@ def write_report(report: dict, path: pathlib.Path) -> str:
     return table
 
 
+@ranks.explain_errors('choose smaller shapes or contexts')
 def main() -> int:
     """Measure all cells. Return the exit status, 1 if one failed for another reason than memory."""
     config = configure(globals(), quiet=True)
@@ -470,4 +471,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    run_script(main, ranks.error_explainer('choose smaller shapes or contexts'))
+    run_script(main)

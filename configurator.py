@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import re
+import signal
 import sys
 import time
 import warnings
@@ -34,8 +35,6 @@ from typing import NoReturn
 if 'OMP_WAIT_POLICY' not in os.environ:
     os.environ.setdefault('GOMP_SPINCOUNT', '10000')
 
-# A config file may come from a stranger, and must not be able to delete a run.
-COMMAND_LINE_ONLY = ('overwrite',)
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string'}
 # Exceptions that parsing can raise, whatever the text is.
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)
@@ -70,18 +69,14 @@ def find_rank() -> tuple[int, int]:
     return int(rank), int(world)
 
 
-# ---- how a script ends ----
+# ---- how a script prints and ends ----
 
 
-def run_script(
-    main: Callable[[], int | None], explain: Callable[[Exception], str] | None = None
-) -> NoReturn:
+def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Run main() and end the process with the exit status that it returns (None means 0).
 
-    After a UserError or an OSError, such as a full disk, print one line and exit with 2. The same
-    goes for a RuntimeError or a MemoryError about which explain(error) returns a line; it raises
-    errors that it does not know (see ranks.error_explainer). After a ctrl-C exit with 130. If the
-    reader of standard output has ended (`| head`), exit with 0."""
+    After a UserError or an OSError, such as a full disk, print one line and exit with 2. After a
+    ctrl-C exit with 130. If the reader of standard output has ended (`| head`), exit with 0."""
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, 'reconfigure'):  # a closed stream is None
             stream.reconfigure(errors='replace')  # of what their encoding does not have
@@ -98,17 +93,16 @@ def run_script(
     except UserError as error:
         status, line = 2, 'error: ' + ' '.join(str(error).splitlines())
     except OSError as error:
-        if status_of_stdout := broken_stdout(error):
-            status, line = status_of_stdout
+        named = error.filename is not None and error.strerror is not None
+        status, line = 2, f'error: {f"{error.filename}: {error.strerror}" if named else error}'
+        # Writing to standard output fails once more if that was the reason.
+        broken = None if named else write_stdout(' ')
+        if isinstance(broken, BrokenPipeError):
+            status, line = 0, ''
+        elif broken:
+            line = f'error: standard output: {broken.strerror}'
         elif isinstance(error, ConnectionError):
             raise
-        else:
-            named = error.filename is not None and error.strerror is not None
-            status, line = 2, f'error: {f"{error.filename}: {error.strerror}" if named else error}'
-    except (RuntimeError, MemoryError) as error:
-        if explain is None:
-            raise
-        status, line = 2, f'error: {explain(error)}'
     if line:
         if rank > 0:
             # If rank 0 has met the same mistake, torchrun ends this process meanwhile, and the
@@ -122,18 +116,32 @@ def run_script(
     sys.exit(status)
 
 
-def broken_stdout(error: OSError) -> tuple[int, str] | None:
-    """Return the exit status and message if the error is that standard output cannot be written,
-    and discard what is left of it; otherwise return None."""
-    if error.filename is None:
-        try:
-            print(end=' ', flush=True)  # fails like the text before it
-        except OSError as again:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            if isinstance(again, BrokenPipeError):
-                return 0, ''
-            return 2, f'error: standard output: {again.strerror}'
+def write_stdout(text: str) -> OSError | None:
+    """Write a text to standard output at once. If that fails, discard what is written from now on,
+    and return the error."""
+    try:
+        print(text, end='', flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return error
     return None
+
+
+def print0(text: str) -> None:
+    """Print on rank 0 only. If standard output cannot be written (a full disk, a terminal that is
+    gone), nothing is printed from then on, because what is printed is not the run. If its reader
+    has ended (`| head`), the process gets SIGTERM, at which a trainer saves and stops."""
+    if find_rank()[0] == 0 and (error := write_stdout(f'{text}\n')):
+        if isinstance(error, BrokenPipeError):
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            warn(f'standard output is switched off: {error.strerror}')
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f'warning: {text}', file=sys.stderr, flush=True)
 
 
 def first_line(error: Exception) -> str:
@@ -190,8 +198,6 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
             return f'{name} = {value!r}: expected one of {choices}'
         return ''
     if isinstance(value, str):
-        if '\0' in value:
-            return f'{name} holds a NUL character, which no path or name can hold'
         if name.endswith('_dir') and default and not value:
             return f'{name} is empty: name a folder'
         return ''
@@ -313,8 +319,6 @@ class Script:
                     text = ast.unparse(node).partition('\n')[0][:60]
                     allowed = 'a config file holds only `name = literal` lines'
                     raise UserError(f'{source}: {allowed}, not {text!r}')
-            if name in COMMAND_LINE_ONLY:
-                raise UserError(f'{source}: {name} is for the command line alone, --{name}=True')
             try:
                 value = literal(node.value)
             except ValueError as error:

@@ -69,7 +69,7 @@ ACTIONS = 4
 Z = 32  # channels of the encoder's output z
 HEADS = 8  # attention queries of the head's pooling
 
-RANGES = {  # the values that fields of AgentConfig can have, as in configurator.py
+AGENT_RANGES = {  # of the fields of AgentConfig, and so of settings of train_sokoban.py
     **dict.fromkeys(('n_layer', 'n_expert', 'n_embd', 'router_dim', 'head_dim'), (1, math.inf)),
     'arch': ['convlstm', 'convglu'],
     'aggregation': list(AGGREGATIONS),
@@ -103,7 +103,7 @@ class AgentConfig:
     def __post_init__(self) -> None:
         self.board_size = tuple(self.board_size)  # both are lists in JSON
         self.planes = tuple(map(tuple, self.planes))
-        check_fields(self, RANGES)
+        check_fields(self, AGENT_RANGES)
         if not -1 <= self.radius < self.n_expert:
             expected = 'expected -1 (all experts) to n_expert - 1'
             raise UserError(f'radius = {self.radius}: {expected}')

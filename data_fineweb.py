@@ -63,7 +63,7 @@ from support.loader import (
     write_shard,
 )
 from support.packages import need
-from support.ranks import Throttle, error_explainer
+from support.ranks import Throttle, explain_errors
 from tokenizer import PIECE, REAL_VOCAB, TOKENIZERS, VOCAB, Tokenizer, cutter, get_tokenizer
 
 # fmt: off
@@ -757,9 +757,10 @@ def make_shards(config: dict) -> None:
     print(f'train on it: {training_command(folder, tokenizer, val, train)}')
 
 
+@explain_errors('--shuffle_seed holds all text in memory: leave it out')
 def main() -> None:
     make_shards(configure(globals()))
 
 
 if __name__ == '__main__':
-    run_script(main, error_explainer('--shuffle_seed holds all text in memory: leave it out'))
+    run_script(main)

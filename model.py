@@ -368,7 +368,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
-RANGES = {  # the values that fields of ModelConfig can have, as in configurator.py
+MODEL_RANGES = {  # of the fields of ModelConfig, and so of settings of train_lm.py
     **dict.fromkeys(('vocab_size', 'n_layer', 'n_expert', 'n_embd'), (1, math.inf)),
     **dict.fromkeys(('window', 'block_size', 'router_dim'), (1, math.inf)),
     'aggregation': list(AGGREGATIONS),
@@ -400,7 +400,7 @@ class ModelConfig:
     mode: str = 'fast'  # 'plain': without DeferredLinear, one weight gradient per token
 
     def __post_init__(self) -> None:
-        check_fields(self, RANGES)
+        check_fields(self, MODEL_RANGES)
         D = self.n_embd
         if self.n_head == 0:
             if D % 192 and D % 128:

@@ -200,6 +200,7 @@ def score_text(
     print(f'{name}: {size:,} bytes, {tokens:,.0f} tokens: {loss}')
 
 
+@ranks.explain_errors('a smaller model takes less')
 def main() -> None:
     """Export the model, score a text, converse or write samples, depending on the settings."""
     configure(globals(), quiet=True)
@@ -240,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, explain=ranks.error_explainer('a smaller model takes less'))
+    run_script(main)

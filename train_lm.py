@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lstm import build_lstm
-from model import EVAL_CHUNK, ModelConfig, build_model
+from model import EVAL_CHUNK, MODEL_RANGES, ModelConfig, build_model
 from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
@@ -113,12 +113,12 @@ threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
-    **dict.fromkeys(('eval_interval', 'log_interval', 'block_size'), (1, math.inf)),
+    **MODEL_RANGES,
+    **dict.fromkeys(('eval_interval', 'log_interval'), (1, math.inf)),
     **dict.fromkeys(('tokens_per_step', 'val_tokens', 'val_streams'), (1, math.inf)),
     'max_iters': (1, 10**10),
     'resume': [False, True, 'auto'],
     'arch': ['experts', 'lstm'],
-    'mode': ['fast', 'plain'],
     'tokenizer': list(VOCAB),
     'momentum': (0, 0.9999),
     'betas': (0, 0.9999),
@@ -237,6 +237,7 @@ def make_update(
     return update
 
 
+@ranks.explain_errors('a smaller model, batch_size or block_size takes less')
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
@@ -511,7 +512,4 @@ def main(config: Settings) -> int:
 
 
 if __name__ == '__main__':
-    run_script(
-        lambda: main(configure(globals(), quiet=True)),
-        ranks.error_explainer('a smaller model, batch_size or block_size takes less'),
-    )
+    run_script(lambda: main(configure(globals(), quiet=True)))

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from convlstm import AgentConfig, build_agent, set_precision
+from convlstm import AGENT_RANGES, AgentConfig, build_agent, set_precision
 from levels import load_level_sets, select_levels
 from sokoban import (
     ACTION_STREAM,
@@ -125,6 +125,8 @@ threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
+    **AGENT_RANGES,
+    'dtype': ['auto', *AGENT_RANGES['dtype']],
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_games', 'n_levels'), (1, math.inf)),
     **dict.fromkeys(('n_envs', 'total_steps', 'unroll'), (1, math.inf)),
     'resume': [False, True, 'auto'],
@@ -309,6 +311,7 @@ def progress_line(record: dict) -> str:
     )
 
 
+@ranks.explain_errors('fewer n_envs, or a smaller unroll')
 def main(config: Settings) -> int:
     """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
@@ -582,7 +585,4 @@ def main(config: Settings) -> int:
 
 
 if __name__ == '__main__':
-    run_script(
-        lambda: main(configure(globals(), quiet=True)),
-        ranks.error_explainer('fewer n_envs, or a smaller unroll'),
-    )
+    run_script(lambda: main(configure(globals(), quiet=True)))

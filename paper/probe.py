@@ -429,6 +429,7 @@ def save_probe(name: str, probe: Probe, scale: Tensor, threshold: float) -> None
     write_tensors(parts, os.path.join(out_dir, f'probe_{name}.safetensors'))
 
 
+@ranks.explain_errors('fewer n_train or n_test')
 def main() -> None:
     """Record episodes, train probes on them, score the probes, and write figures and tables."""
     argv = sys.argv[1:]
@@ -501,4 +502,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run_script(main, ranks.error_explainer('fewer n_train or n_test'))
+    run_script(main)

@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from configurator import find_rank, first_line
+from configurator import first_line, print0
 
 import torch
 from torch import Tensor
@@ -175,8 +175,7 @@ def capture(
 @functools.cache  # once per reason: a long chunk has several graphs of one name
 def report_refusal(name: str, reason: str) -> None:
     """Print on rank 0 why there is no CUDA graph of this name: ranks run the same code."""
-    if find_rank()[0] == 0:
-        print(f'no CUDA graph of {name!r}: it runs eagerly, slower ({reason})', flush=True)
+    print0(f'no CUDA graph of {name!r}: it runs eagerly, slower ({reason})')
 
 
 def can_capture(x: Tensor) -> bool:

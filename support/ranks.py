@@ -8,13 +8,12 @@ import os
 import pathlib
 import platform
 import re
-import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from configurator import UserError, find_rank, first_line, under_torchrun
+from configurator import UserError, find_rank, first_line, print0, under_torchrun, warn
 
 import torch
 import torch.distributed as dist
@@ -36,27 +35,6 @@ ALLOCATION_FAILED = (
 
 
 # ---- ranks ----
-
-
-def print0(text: str) -> None:
-    """Print on rank 0 only. If standard output cannot be written (a full disk, a terminal that is
-    gone), it is switched off, because what is printed is not the run. If its reader has ended
-    (`| head`), the process gets SIGTERM, at which a trainer saves and stops."""
-    if find_rank()[0] == 0:
-        try:
-            print(text, flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            if isinstance(error, BrokenPipeError):
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:
-                warn(f'standard output is switched off: {error.strerror}')
-
-
-def warn(text: str) -> None:
-    """Print a warning on standard error, if that can be written."""
-    with contextlib.suppress(OSError):
-        print(f'warning: {text}', file=sys.stderr, flush=True)
 
 
 def attempt(name: str, call: Callable[[], object]) -> None:
@@ -330,20 +308,20 @@ def out_of_memory(error: BaseException) -> str:
     return ''
 
 
-def error_explainer(less_memory: str) -> Callable[[Exception], str]:
-    """Return the function explain(error) for configurator.run_script. It returns one line about an
-    error that ends a script: that memory ran out, or that another rank died or cannot be reached.
-    It raises any other error again. less_memory: what needs less memory, for the message."""
-
-    def explain(error: Exception) -> str:
+@contextlib.contextmanager
+def explain_errors(less_memory: str) -> Iterator[None]:
+    """Decorate a function, such as main(): raise UserError, of one line, if memory runs out, or if
+    another rank died or cannot be reached. less_memory: what needs less memory, for the message."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
         if memory := out_of_memory(error):
-            return f'out of {memory}: {less_memory} ({first_line(error)})'
+            raise UserError(f'out of {memory}: {less_memory} ({first_line(error)})') from None
         if isinstance(error, dist.DistError) or 'gloo/transport' in str(error):
             reason = f'rank {find_rank()[0]}: another rank died, or cannot be reached'
-            return f'{reason}; --resume=True continues from the last checkpoint'
-        raise error
-
-    return explain
+            advice = '--resume=True continues from the last checkpoint'
+            raise UserError(f'{reason}; {advice}') from None
+        raise
 
 
 def keep_memory() -> None:

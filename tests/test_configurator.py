@@ -13,6 +13,8 @@ import pytest
 from processes import ROOT
 from small_runs import assert_refused
 
+import train_lm
+import train_sokoban
 from support.files import write_text
 
 SCRIPT = '''"""Trains a toy."""
@@ -119,7 +121,6 @@ REFUSED_FILES = [  # text of bad.py, a part of the message
     ('import os', "bad.py:1: a config file holds only `name = literal` lines, not 'import os'"),
     ('n_layer = 2 ** 3', 'bad.py:1: n_layer: only literals are allowed'),
     ('n_layer = (', 'bad.py:1: not a valid config file'),
-    ('overwrite = True', 'bad.py:1: overwrite is for the command line alone'),
 ]
 
 
@@ -132,6 +133,16 @@ def test_arguments_are_refused_in_one_line(configure_toy, argv, message):
 def test_config_files_are_refused_in_one_line(tmp_path, configure_toy, text, message):
     (tmp_path / 'bad.py').write_text(text)
     assert_refused(message, configure_toy, 'bad.py')
+
+
+OF_MODELS = [(train_lm, '--window=0'), (train_lm, '--aggregation=max')]
+OF_MODELS += [(train_lm, '--block_size=0'), (train_sokoban, '--arch=lstm')]
+
+
+@pytest.mark.parametrize('script, argument', OF_MODELS)
+def test_trainers_know_what_the_settings_of_a_model_can_be(script, argument):
+    name = argument[2:].partition('=')[0]
+    assert_refused(f'^command line: {name} = ', configure, dict(vars(script)), [argument])
 
 
 def test_changed_settings_are_printed(capsys, configure_toy):
@@ -210,7 +221,7 @@ ENDS = [  # what main() raises, exit status, what is printed
     (KeyboardInterrupt(), 130, '\ninterrupted\n'),
     (UserError('a: is\nwrong'), 2, 'error: a: is wrong\n'),
     (OSError(28, 'No space left', 'a.bin'), 2, 'error: a.bin: No space left\n'),
-    (MemoryError(), 2, 'error: less of it\n'),
+    (OSError('no name'), 2, 'error: no name\n'),
 ]
 
 
@@ -220,7 +231,7 @@ def test_exit_status_and_message_of_a_script(capsys, error, status, printed):
         raise error
 
     with pytest.raises(SystemExit) as stop:
-        run_script(main, lambda error: 'less of it')
+        run_script(main)
     assert (stop.value.code, capsys.readouterr().err) == (status, printed)
 
 

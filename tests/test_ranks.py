@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from support.run_folder import Stopper, is_finished
 # ---- standard output that cannot be written
 
 
-def test_standard_output_that_cannot_be_written_loses_no_update():
+@pytest.mark.parametrize(
+    'print_line', [ranks.print0, partial(compiling.report_refusal, 'update')], ids=['line', 'graph']
+)
+def test_standard_output_that_cannot_be_written_loses_no_update(print_line):
     """A full disk, or a terminal that is gone, stops nothing. A run that nobody reads any more gets
     SIGTERM, at which it saves and stops. Standard error goes to the same place."""
     reader, pipe = os.pipe()
@@ -29,8 +33,8 @@ def test_standard_output_that_cannot_be_written_loses_no_update():
                 stopper = Stopper()
                 os.dup2(output, 1)
                 sys.stdout = sys.stderr = open(1, 'w', closefd=False)
-                for _ in range(2):
-                    ranks.print0('a line')
+                for line in ('one', 'two'):
+                    print_line(line)
                 os._exit(0 if stopper.signal == stop else 1)
             finally:  # never return into pytest
                 os._exit(2)
@@ -127,12 +131,17 @@ def test_memory_that_runs_out_does_not_switch_compilation_off(monkeypatch):
 
 
 def test_errors_that_end_a_script_are_one_line_and_others_keep_their_traceback():
-    explain = ranks.error_explainer('a smaller model')
-    assert 'out of GPU memory: a smaller model' in explain(torch.OutOfMemoryError('of 80 GB'))
-    assert 'out of memory: a smaller model' in explain(MemoryError())
-    assert 'another rank died' in explain(torch.distributed.DistNetworkError('reset'))
+    @ranks.explain_errors('a smaller model')
+    def main(error):
+        raise error
+
+    lost = torch.distributed.DistNetworkError('reset')
+    out_of_memory = torch.OutOfMemoryError('of 80 GB')
+    assert_refused('^out of GPU memory: a smaller model .* of 80 GB', main, out_of_memory)
+    assert_refused('^out of memory: a smaller model', main, MemoryError())
+    assert_refused('another rank died', main, lost)
     with pytest.raises(RuntimeError, match='shapes'):
-        explain(RuntimeError('shapes'))
+        main(RuntimeError('shapes'))
 
 
 def test_devices_and_dtypes_that_are_not_there_are_refused():
