@@ -31,7 +31,6 @@ from support.export import initialize_from, load_weights
 from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
-from support.plots import plot_losses
 from support.ranks import Gradients, gather, print0
 from support.run_folder import (
     BEST,
@@ -506,7 +505,13 @@ def main(config: Settings) -> int:
         print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}')
     folder.finish(is_finished=status == 0)
     if status == 0 and plot and rank == 0:
-        ranks.attempt('loss.png', lambda: plot_losses(out_dir, unit))
+
+        def draw() -> None:
+            from support.plots import plot_losses  # only here, because matplotlib imports slowly
+
+            plot_losses(out_dir, unit)
+
+        ranks.attempt('loss.png', draw)
     ranks.leave_ranks()
     return status
 

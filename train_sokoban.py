@@ -52,7 +52,6 @@ from support.compiling import fused, graphed
 from support.export import initialize_from, load_weights
 from support.files import write_json
 from support.packages import need_packages
-from support.plots import plot_returns
 from support.ranks import Gradients, fill, gather, print0
 from support.run_folder import (
     BEST,
@@ -579,7 +578,13 @@ def main(config: Settings) -> int:
         print0(f'done: {env_steps}, best return {best:.2f}; {out_dir}')
     folder.finish(is_finished=status == 0)
     if status == 0 and plot and rank == 0:
-        ranks.attempt('curve.png', lambda: plot_returns(out_dir))
+
+        def draw() -> None:
+            from support.plots import plot_returns  # only here, because matplotlib imports slowly
+
+            plot_returns(out_dir)
+
+        ranks.attempt('curve.png', draw)
     ranks.leave_ranks()
     return status
 

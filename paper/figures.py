@@ -22,25 +22,29 @@ import argparse
 import csv
 import math
 import os
+import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/figures.py
+
 from configurator import UserError, run_script
 
-import matplotlib
 import numpy as np
 import pandas
-from matplotlib.figure import Figure
 from pandas import DataFrame, Series
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from convlstm import load_agent
+from convlstm import AGGREGATIONS, load_agent
 from levels import load_levels
+from model import RESIDUALS
+from paper.plans import find_runs, read_runs
 from paper.sweep import NEUTRAL, Parser, matching, path
 from sokoban import evaluate
 from support.files import write_text
+from support.plots import Figure, chart, save_figure
 from support.ranks import pick_device
-from support.run_folder import log_of, settings_of
 
 PUBLISHED = Path(__file__).with_name('results') / 'paper'  # results of the paper and of others
 MODELS = {'experts': 'Transformer', 'convlstm': 'ConvLSTM', 'convglu': 'ConvGLU', 'lstm': 'LSTM'}
@@ -48,28 +52,16 @@ SYMBOLS = {'n_layer': 'L', 'n_expert': 'E', 'n_embd': 'd'}
 CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in settings or seed
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
-    'folder loss return step seconds finished seed out_dir resume overwrite script command code '
-    'commit torch device_name world rows starts wandb_id'
+    'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
+    'command code commit torch device_name world rows starts wandb_id'
 ).split()
-BARS = {'sem': 'one standard error', 'std': 'one standard deviation'}
-# Okabe and Ito's colors, which color-blind readers can tell apart, and markers.
-COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
-MARKERS = 'osD^vPX'
+AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
+# Names in the order of the paper's figures; any others follow by alphabet.
+ORDER = [*AGGREGATIONS, *RESIDUALS, 'True', 'False']
 Folders = str | os.PathLike | Iterable
 
 
 # ---- frames ----
-
-
-def find_runs(folders: Folders) -> list[Path]:
-    """Return the folders of all runs in these folders. Raises UserError for one without a run."""
-    found = {}
-    for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
-        inside = [path.parent for path in sorted(Path(folder).rglob('log.jsonl'))]
-        if not inside:
-            raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
-        found |= {path.resolve(): path for path in inside}
-    return list(found.values())
 
 
 def judged_return(log: DataFrame, log_interval: int) -> float:
@@ -77,18 +69,17 @@ def judged_return(log: DataFrame, log_interval: int) -> float:
     log_interval updates, each episode once. Lines of evaluations alone do not count."""
     lines = log[log['episodes'].notna()]
     start = lines['step'].max() - 5 * log_interval
-    lines = lines[lines['step'] > start].dropna(subset='episodic_return')
-    total = lines['episodes'].sum()
-    return (lines['episodes'] * lines['episodic_return']).sum() / total if total else math.nan
+    lines = lines[(lines['step'] > start) & (lines['episodes'] > 0)]
+    total = (lines['episodes'] * lines['episodic_return']).sum(skipna=False)
+    return total / lines['episodes'].sum() if len(lines) else math.nan
 
 
 def runs(folders: Folders) -> DataFrame:
     """Return a frame with a row for each run in these folders: its folder, model, plan and kind,
     all settings, `step`, `seconds`, `finished`, `loss` or `return`, the last value of everything
     in the log (last_val_loss, ...) and the best of every evaluation (best_val_loss, ...)."""
-    rows = []
-    for folder in find_runs(folders):
-        settings, log = settings_of(folder), DataFrame(log_of(folder))
+    rows, found = [], find_runs(folders)
+    for folder, (settings, records) in zip(found, read_runs(found), strict=True):
         if 'recurrent' not in settings:
             raise UserError(f'{folder}/config.json: damaged, or not the settings of a run')
         row = {
@@ -100,7 +91,10 @@ def runs(folders: Folders) -> DataFrame:
             'commit': settings.get('code', {}).get('commit'),
             **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
         }
-        for last in log.ffill().tail(1).to_dict('records'):  # none if the log is empty
+        log, last = DataFrame(records), {}
+        for record in records:  # of an evaluation, of an update, or of both
+            last |= {name: math.nan if x is None else x for name, x in record.items()}
+        if last:
             row |= {f'last_{name}': x for name, x in last.items()}
             row |= log.filter(regex='^val_(loss|bits)').min().add_prefix('best_').to_dict()
             row |= log.filter(regex='^eval_(return|solve)').max().add_prefix('best_').to_dict()
@@ -116,8 +110,12 @@ def runs(folders: Folders) -> DataFrame:
 def curves(folders: Folders) -> DataFrame:
     """Return all lines of the logs of all runs in these folders in one frame, with the column
     `folder` to merge it with `runs`."""
-    logs = [DataFrame(log_of(folder)).assign(folder=str(folder)) for folder in find_runs(folders)]
-    return pandas.concat(logs, ignore_index=True)
+    found = find_runs(folders)
+    logs = (DataFrame(log) for _, log in read_runs(found))
+    return pandas.concat(
+        [log.assign(folder=str(folder)) for folder, log in zip(found, logs, strict=True)],
+        ignore_index=True,
+    )
 
 
 def varied(frame: DataFrame) -> list[str]:
@@ -149,22 +147,34 @@ def score(frame: DataFrame) -> Series:
 
 def best_values(frame: DataFrame, over: str = 'learning_rate', by: list[str] = ()) -> DataFrame:
     """Return the runs at the best value of a setting in each group, without the lowest seed, which
-    chooses it. A group at whose best value no other seed has run is left out, and named in a
-    printed line; if this holds for all groups, return the runs that chose.
+    chooses it; if no other seed has run at these values, return the runs that chose. Print the
+    values, and which groups are left out because a seed is missing.
 
     by: columns that name a group (default: sizes, kind and all other varied settings)."""
     by = list(by) or [name for name in [*CELL, *varied(frame)] if name != over]
-    chose = frame['seed'] == frame['seed'].min()
-    first = frame[chose].dropna(subset=value_of(frame))
-    best = first.loc[score(first).groupby([first[name] for name in by], dropna=False).idxmin()]
-    others = frame[~chose].merge(best[[*by, over]])
-    if others.empty:
-        return best
-    is_judged = best.set_index(by).index.isin(others.set_index(by).index)
-    for _, run in best[~is_judged].iterrows():
-        reason = f'no other seed has run with {over} = {run[over]}, which is the best there'
-        print(f'left out: the models of {run["folder"]}: {reason}')
-    return others
+    lowest, chose, others = frame['seed'].min(), [], {}
+    for values, group in frame.groupby(by, dropna=False, sort=False):
+        name = ', '.join(
+            x if k in CELL[:3] else f'{SYMBOLS.get(k, k)} = {x}'
+            for k, x in zip(by, values, strict=True)
+        )
+        first = group[group['seed'] == lowest].dropna(subset=value_of(frame))
+        if first.empty:
+            print(f'left out: {name}: seed {lowest}, which chooses {over}, has no result')
+            continue
+        best = first.loc[[score(first).idxmin()]]
+        value, n = best[over].item(), first[over].nunique()
+        print(f'{name}: {over} = {value}, the best of {n} for seed {lowest}')
+        chose.append(best)
+        others[name] = group[(group['seed'] != lowest) & (group[over] == value)]
+    if not chose:
+        raise UserError(f'seed {lowest} has no result by which to choose {over}')
+    if all(rest.empty for rest in others.values()):
+        return pandas.concat(chose, ignore_index=True)
+    for name, rest in others.items():
+        if rest.empty:
+            print(f'left out: {name}: no other seed has run with this {over}')
+    return pandas.concat(others.values(), ignore_index=True)
 
 
 # ---- points: means over seeds ----
@@ -189,9 +199,7 @@ def cells(frame: DataFrame) -> DataFrame:
 
 
 def best_cells(points: DataFrame, by: list[str]) -> DataFrame:
-    """Return the best point of each group among those with the most seeds: one with fewer seeds
-    could win by one lucky seed."""
-    points = points[points['n'] == points.groupby(by)['n'].transform('max')]
+    """Return the best point of each group, whatever its number of seeds: `n` tells it."""
     return points.loc[score(points).groupby([points[name] for name in by], sort=False).idxmin()]
 
 
@@ -206,80 +214,53 @@ def with_published(points: DataFrame, name: str) -> DataFrame:
     return pandas.concat([points, table], ignore_index=True) if len(table) else points
 
 
-def best_depths(frame: DataFrame, draws: int = 10_000) -> str:
-    """Return a sentence on the best L of recurrent and of non-recurrent models and its certainty;
-    '' if one kind is missing, or an allocation has one seed.
+def draw_means(scores: DataFrame, draws: int = 100_000) -> DataFrame:
+    """Return a row per draw of the means of the columns. scores: a row per seed, or other block of
+    runs, with NaN for a run that is missing; a column has two seeds or more.
 
-    The certainty is computed twice: by bootstrap draws of the seeds (with replacement), and by
-    means with errors from a t distribution, which allows for the small number of seeds."""
-    rng, t_rng = np.random.default_rng(1), np.random.default_rng(2)
-    frame = frame.assign(score=score(frame)).dropna(subset='score').sort_values([*SYMBOLS, 'seed'])
-    best, best_by_t, parts = [], [], []
-    for kind in ('recurrent', 'non-recurrent'):
-        groups = frame[frame['kind'] == kind].groupby([*SYMBOLS])['score']
-        if not (groups.count().min() > 1):  # NaN if there are none
-            return ''
-        means = [rng.choice(x, (draws, len(x))).mean(1) for _, x in groups]
-        means_by_t = [x.mean() + x.sem() * t_rng.standard_t(len(x) - 1, draws) for _, x in groups]
-        depths = groups.mean().index.get_level_values('n_layer')
-        best.append(depths[np.argmin(means, 0)])  # (draws,)
-        best_by_t.append(depths[np.argmin(means_by_t, 0)])
+    Each draw adds to the means errors from a multivariate t distribution with the covariance of the
+    means over seeds, so that what all runs of a seed share cancels in differences. The column with
+    the fewest seeds decides its degrees of freedom."""
+    n = scores.count()
+    errors = (scores - scores.mean()).fillna(0) / np.sqrt(n * (n - 1))
+    generator = np.random.default_rng(1)
+    scale = np.sqrt(generator.chisquare(n.min() - 1, (draws, 1)) / (n.min() - 1))
+    noise = generator.standard_normal((draws, len(scores))) @ errors.to_numpy() / scale
+    return DataFrame(scores.mean().to_numpy() + noise, columns=scores.columns)
+
+
+def best_depths(scores: DataFrame) -> tuple[float, float, str]:
+    """Return the shares of draws of the means in which the best L is smaller and larger with
+    recurrence, and a sentence about them; NaN and '' if a kind has no allocation with several
+    seeds. Allocations with one seed are left out.
+
+    scores: a row per seed and a column per allocation, whose name starts with its kind (recurrent
+    or not) and L; lower is better."""
+    n = scores.count()
+    scores, n_single = scores.loc[:, n > 1], (n == 1).sum()
+    is_recurrent = scores.columns.get_level_values(0).isin([True, 'recurrent'])
+    if is_recurrent.all() or not is_recurrent.any():
+        return math.nan, math.nan, ''
+    means, best, parts = draw_means(scores).to_numpy(), [], []
+    for columns, kind in ((is_recurrent, 'with recurrence'), (~is_recurrent, 'without')):
+        depths = scores.columns.get_level_values(1).to_numpy()[columns]
+        best.append(depths[means[:, columns].argmin(1)])  # (draws,)
         low, high = np.quantile(best[-1], (0.025, 0.975), method='nearest')
-        parts.append(f'{kind} {groups.mean().idxmin()[0]} (95%: {low} to {high})')
-    (a, b), (a_by_t, b_by_t) = best, best_by_t
-    return (
-        f'Best L, {draws:,} bootstrap draws of seeds: {", ".join(parts)}, recurrent smaller in '
-        f'{(a < b).mean():.1%}, equal in {(a == b).mean():.1%}, with errors of a t distribution '
-        f'smaller in {(a_by_t < b_by_t).mean():.1%}.'
-    )
+        parts.append(f'{depths[scores.mean()[columns].argmin()]} {kind} (95%: {low} to {high})')
+    smaller, larger = np.mean(best[0] < best[1]), np.mean(best[0] > best[1])
+    sentence = f'smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}; best L '
+    sentence += ' and '.join(parts)
+    if n_single:
+        sentence += f'; allocations with one seed, left out: {n_single}'
+    return smaller, larger, sentence
+
+
+def scores_of(frame: DataFrame) -> DataFrame:
+    """Return what is judged as best_depths expects it, lower is better."""
+    return frame.assign(score=score(frame)).pivot_table('score', 'seed', ['kind', *SYMBOLS])
 
 
 # ---- figures ----
-
-
-# Without parse_math, a dollar sign in a folder's name would start a formula.
-@matplotlib.rc_context({'font.size': 8, 'text.parse_math': False})
-def chart(
-    points: DataFrame,
-    x: str,
-    y: str,
-    labels: tuple[str, str],
-    title: str = '',
-    bars: str = 'sem',
-    to_scale: bool = False,
-    sharey: bool = True,
-) -> Figure:
-    """Return a figure of points: a panel for each value of their column `panel`, in it a line for
-    each value of `line`, y over x with error bars, dashed for published results.
-
-    labels: of the axes. title: by default the models and plans. bars: the column with the error.
-    to_scale: if not, the values of x are drawn at equal distances."""
-    values, handles, panels = sorted(points[x].unique()), {}, points.groupby('panel', sort=False)
-    figure = Figure(figsize=(4 * max(len(panels), 1.5), 4), layout='constrained')
-    row = figure.subplots(1, len(panels), squeeze=False, sharey=sharey)[0]
-    names = list(points['line'].str.removesuffix(', published').unique())
-    for axes, (panel, part) in zip(row, panels, strict=True):
-        for line, one in part.sort_values(x, kind='stable').groupby('line', sort=False):
-            name = line.removesuffix(', published')
-            k = names.index(name) % len(COLORS)
-            handles[line] = axes.errorbar(
-                one[x] if to_scale else one[x].map(values.index),
-                one[y],
-                one[bars],
-                label=line,
-                fmt='-' if name == line else '--',
-                color=COLORS[k],
-                marker=None if to_scale else MARKERS[k],
-                capsize=2,
-            )
-        if not to_scale:
-            axes.set_xticks(range(len(values)), values)
-        axes.set(title=panel, xlabel=labels[0], ylabel=labels[1])
-    figure.legend(handles.values(), handles, loc='outside lower center', ncols=1 + len(panels))
-    title = title or ', '.join([*points['model'].unique(), *points['plan'].unique()])
-    title += f'; bars: {BARS[bars]}' if points[bars].notna().any() else ''
-    figure.suptitle(title, wrap=True)
-    return figure
 
 
 def unit_of(frame: DataFrame) -> str:
@@ -299,15 +280,28 @@ def name_cells(points: DataFrame, names: Iterable[str] = SYMBOLS) -> Series:
     return parts[0].str.cat(parts[1:], sep=', ')
 
 
+def title_of(points: DataFrame) -> str:
+    """Return the title of a figure, its models and plans."""
+    return ', '.join([*points['model'].unique(), *points['plan'].unique()])
+
+
+def with_lines(points: DataFrame, names: Series) -> DataFrame:
+    """Return points of `with_published` in lines of these names. Published ones are dashed."""
+    is_published = points['source'] == 'published'
+    return points.assign(
+        line=names.mask(is_published, names + ', published'),
+        color=names,
+        style=np.where(is_published, '--', '-'),
+    )
+
+
 def by_size(x: str, line: str, bars: str, frame: DataFrame) -> Figure:
     """Draw the value by one size, with a line for each value of another one."""
     points = with_published(cells(frame), 'sokoban_returns')
-    name = name_cells(points, [line]) + ', ' + points['source']
-    points = points.assign(
-        line=name.str.removesuffix(', '), panel=points['plan'] + ', ' + points['kind']
-    )
+    points = with_lines(points, name_cells(points, [line]))
+    points = points.assign(panel=points['plan'] + ', ' + points['kind'])
     labels = {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x], label_of(frame)
-    return chart(points, x, value_of(frame), labels, bars=bars)
+    return chart(points, x, value_of(frame), labels, title_of(points), bars)
 
 
 def saturation(frame: DataFrame) -> Figure:
@@ -318,22 +312,32 @@ def saturation(frame: DataFrame) -> Figure:
         for _, part in points.groupby(by, sort=False)
         for L in part['n_layer'].unique()
     )
-    name = points['plan'] + ', ' + points['kind'] + ', ' + points['source']
-    points = points.assign(line=name.str.removesuffix(', '), panel='')
+    points = with_lines(points, points['plan'] + ', ' + points['kind']).assign(panel='')
     labels = 'at most L layers', f'best {label_of(frame)}'
-    return chart(points, 'n_layer', value_of(frame), labels)
+    return chart(points, 'n_layer', value_of(frame), labels, title_of(points), 'sem')
 
 
 def ablation(frame: DataFrame) -> Figure:
-    """Draw the value by the first setting that varies, other than a tuned learning rate."""
+    """Draw the value by the first setting that varies, other than a tuned learning rate: as bars if
+    its values are names."""
     if not (settings := varied(frame)):
         raise UserError('ablation: these runs differ in no setting but their sizes and seeds')
     # A tuned learning rate differs with the other settings, so it is no axis.
     x, *others = [name for name in settings if name != 'learning_rate'] or settings
     points = summarize(frame, [*CELL, *settings])
+    for name in settings:
+        if points[name].isna().any():
+            points[name] = points[name].astype(object).fillna('unknown')
     line = points['kind'] + ', ' + name_cells(points, [*SYMBOLS, *others])
     points = points.assign(line=line, panel=points['plan'])
-    return chart(points, x, value_of(frame), (x, label_of(frame)))
+    if is_bool_dtype(points[x]) or not is_numeric_dtype(points[x]):
+        ranks = {name: i for i, name in enumerate(ORDER)}
+        points[x] = points[x].astype(str)
+        points = points.sort_values(
+            x, key=lambda names: [(ranks.get(name, len(ranks)), name) for name in names]
+        )
+    labels = AXES.get(x, x), label_of(frame)
+    return chart(points, x, value_of(frame), labels, title_of(points), 'sem')
 
 
 def learning(frame: DataFrame) -> Figure:
@@ -347,8 +351,9 @@ def learning(frame: DataFrame) -> Figure:
     if y == 'val_loss':
         data = data[data[x] >= data[x].max() / 4]
     points = summarize(data, [*CELL, x], y)
-    points = points.assign(line=name_cells(points), panel=points['plan'] + ', ' + points['kind'])
-    return chart(points, x, y, labels, bars='std', to_scale=True)
+    panel = points['plan'] + ', ' + points['kind']
+    points = points.assign(line=name_cells(points), color=points['n_layer'], panel=panel)
+    return chart(points, x, y, labels, title_of(points), 'std', to_scale=True)
 
 
 FIGURES = {
@@ -407,43 +412,50 @@ def save_table(table: DataFrame, path: str, note: str = '') -> None:
     print(f'{path}.csv\n{path}.md')
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG file."""
-    figure.savefig(path, dpi=150)
-    print(path)
+def is_tuned(frame: DataFrame, figure: str | None) -> bool:
+    """Return whether the runs of a plan are to be compared at their best learning rates: not if the
+    rate is all in which they differ, or the only axis of an ablation that is asked for."""
+    settings, cells = varied(frame), frame[CELL].drop_duplicates()
+    is_axis = settings == ['learning_rate'] and (len(cells) == 1 or figure == 'ablation')
+    return 'learning_rate' in settings and not is_axis
 
 
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.figures', None, __doc__, formatter_class=form)
-    parser.add_argument('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
-    parser.add_argument('--figure', choices=[*FIGURES], help='draw this one only')
-    parser.add_argument('--only', help='a condition on the runs, as in "residual == \'expert\'"')
-    parser.add_argument('--out', type=path, help='folder to write to; default: that of the runs')
-    parser.add_argument('--levels', help='split of Boxoban, for a table of solve rates')
+    add = parser.add_argument
+    add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
+    add('--figure', choices=[*FIGURES], help='draw this one only')
+    add('--only', help='a condition on the runs, as in "residual == \'expert\'"')
+    add('--out', type=path, help='folder to write to; default: that of the runs')
+    add('--levels', help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
     done = frame[frame['finished']]
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:
-        raise UserError(f'{", ".join(args.folders)}: no run has finished: nothing to draw')
+        raise UserError(f'{", ".join(map(str, args.folders))}: no run has finished yet')
     out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
     out.mkdir(parents=True, exist_ok=True)
     write_text(done.to_csv(index=False), out / 'runs.csv')
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise UserError(f'--levels: {model} is no agent: leave it out by --only')
+        is_judged = part[value_of(part)].notna()
+        for folder in part['folder'][~is_judged]:
+            print(f'left out: {folder}: its last {value_of(part)} is not a number')
         tuned = (
-            best_values(one) if 'learning_rate' in varied(one) else one
-            for _, one in part.groupby('plan', sort=False)
+            best_values(one) if is_tuned(one, args.figure) else one
+            for _, one in part[is_judged].groupby('plan', sort=False)
         )
         part = pandas.concat(tuned, ignore_index=True)
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
-        plans = [one for _, one in part.groupby('plan') if not varied(one)]
-        sentences = '\n'.join(filter(None, map(best_depths, plans)))
-        save_table(value_table(part), f'{out}/table_{model}', sentences)
+        plans = [(plan, one) for plan, one in part.groupby('plan') if not varied(one)]
+        sentences = [(plan, best_depths(scores_of(one))[-1]) for plan, one in plans]
+        note = '\n'.join(f'{plan}: {sentence}' for plan, sentence in sentences if sentence)
+        save_table(value_table(part), f'{out}/table_{model}', note)
         if args.levels:
             save_table(solve_table(part, args.levels), f'{out}/solved_{model}')
 

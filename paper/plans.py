@@ -32,27 +32,31 @@ which the lowest seed chooses; the mean is that of the other seeds alone.
 """
 
 import functools
+import hashlib
 import importlib
 import itertools
 import math
+import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from typing import NamedTuple
 
-from configurator import Script, UserError
+from configurator import Script, UserError, first_line
 
 import torch
 
 from convlstm import AGGREGATIONS, AgentConfig, build_agent
 from lstm import build_lstm
 from model import RESIDUALS, ModelConfig, build_model
+from support.run_folder import log_of, settings_of
 from tokenizer import VOCAB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUDIES = ROOT / 'paper' / 'studies'
+LONGEST_NAME = 200  # bytes of a folder's name, of which most file systems allow 255
 
 # ---- runs ----
 
@@ -72,11 +76,22 @@ class Run(NamedTuple):
     def folder(self) -> pathlib.Path:
         """Return the folder of the run, below the folder of all runs."""
         name = '_'.join(f'{name}-{value}' for name, value in self.axes.items())
-        return pathlib.Path(self.plan, name.replace('/', '-'))
+        return pathlib.Path(folder_name(self.plan), folder_name(name))
+
+
+def folder_name(text: str) -> str:
+    """Return a text as the name of a folder. Where it is too long, or holds a slash, it is changed
+    and ends with a checksum of the text, so that no two texts have one name."""
+    name = text.replace('/', '-').encode(errors='surrogateescape')[:LONGEST_NAME]
+    name = name.decode(errors='ignore')
+    if name == text:
+        return name
+    return f'{name}-{hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]}'
 
 
 class Plan(NamedTuple):
-    """A figure or table, the runs that it needs, and the command that makes it of them."""
+    """A figure or table, the runs that it needs, and the command that makes it of them, in which
+    {folders} stands for the folders of these runs and {root} for that of the project."""
 
     title: str
     runs: list[Run] | Callable[[], list[Run]]  # a function where costs decide which runs there are
@@ -105,8 +120,11 @@ def equal_work(n: int, depths: list[int]) -> list[dict]:
 
 @functools.cache
 def script_of(path: str) -> Script:
-    """Return the settings of a trainer."""
-    return Script(ROOT / path)
+    """Return the settings of a trainer. Raises UserError if it is no Python."""
+    try:
+        return Script(ROOT / path)
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f'{path}: {first_line(error)}') from None
 
 
 def full_settings(run: Run) -> dict:
@@ -137,8 +155,69 @@ def vary(runs: list[Run], name: str, texts: list[str], is_axis: bool = True) -> 
                 run = run._replace(axes=run.axes | setting, plan=f'{run.plan}-{name}')
             else:
                 run = run._replace(fixed=run.fixed | setting)
-        found[run.folder] = run
+        if found.setdefault(run.folder, run) != run:
+            raise UserError(f'--{name}: two runs have the folder {run.folder}')
     return list(found.values())
+
+
+# ---- folders of runs ----
+
+
+def runs_inside(
+    folder: pathlib.Path, above: frozenset = frozenset(), is_linked: bool = False
+) -> Iterator[tuple[bool, pathlib.Path]]:
+    """Yield the folders of runs in a folder, behind symbolic links too, each with whether a link
+    leads to it. Print links that lead nowhere."""
+    real = folder.resolve()
+    if real in above:  # a link to a folder that holds it
+        return
+    if is_run := (folder / 'log.jsonl').exists():
+        yield is_linked, folder
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir():
+            yield from runs_inside(
+                path, above | {real, *real.parents}, is_linked or path.is_symlink()
+            )
+        elif path.is_symlink() and not path.exists() and not is_run:
+            print(f'left out: {path}: a link to nothing')
+
+
+def find_runs(folders: str | os.PathLike | Iterable) -> list[pathlib.Path]:
+    """Return the folders of all runs in these folders, each once. Raises UserError for one without
+    a run."""
+    found = {}
+    for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
+        inside = sorted(runs_inside(pathlib.Path(folder)))  # links are last, and replace the others
+        if not inside:
+            raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
+        found |= {path.resolve(): path for _, path in inside}
+    return list(found.values())
+
+
+def trainer_of(settings: dict) -> str | None:
+    """Return the path of a run's trainer, None if it is gone."""
+    paths = [str(settings.get(name)) for name in ('script_path', 'script')]
+    return next((path for path in paths if (ROOT / path).is_file()), None)
+
+
+def read_runs(
+    folders: Iterable[pathlib.Path], scripts: Iterable[str] = ()
+) -> list[tuple[dict, list[dict]]]:
+    """Return the settings of the run in each folder, {} if there is none, and its log. A setting
+    that is newer than a run has its default in the run's trainer or, if that lacks it, in one of
+    these scripts, in another run's trainer, or in the one that its trainer copies."""
+    found = [(settings_of(folder), log_of(folder)) for folder in folders]
+    trainers = [trainer_of(settings) for settings, _ in found]
+    defaults = {True: {}, False: {}}  # by whether they are those of agents
+    for path in ('train_lm.py', 'train_sokoban.py', *sorted({*trainers} - {None}), *scripts):
+        known = script_of(path).defaults
+        defaults['n_envs' in known] |= known
+    for (settings, _), path in zip(found, trainers, strict=True):
+        known = defaults['n_envs' in settings] | (script_of(path).defaults if path else {})
+        for name in known.keys() - settings.keys() if settings else ():
+            x = known[name]
+            settings[name] = [*x] if isinstance(x, tuple) else x  # as in JSON
+    return found
 
 
 # ---- costs ----
@@ -291,7 +370,7 @@ PLANS = {
     'probes': Plan(
         'Planning probes',
         probed,
-        'python -m paper.probe config/probe_large.py '
+        'python -m paper.probe {root}config/probe_large.py '
         '{folders}/arch-convlstm_recurrent-True_n_layer-[1248]_*_n_embd-256_*',
     ),
     'lm-small': Plan('FineWeb, small budget', partial(fineweb, 'small', 16)),
@@ -299,7 +378,7 @@ PLANS = {
         'FineWeb, small budget, long context', partial(fineweb, 'small_long', 16)
     ),
     'lm-medium': Plan('FineWeb, medium budget', partial(fineweb, 'medium', 32, [*DEPTHS, 32])),
-    'lm': Plan('FineWeb: saturation', partial(union, 'lm-small', 'lm-medium')),
+    'lm': Plan('FineWeb: saturation', partial(union, 'lm-small', 'lm-small-long', 'lm-medium')),
     'scaling': Plan('Scaling the number of experts', scaling),
     'aggregation': Plan(
         'Aggregation of experts',
@@ -314,11 +393,11 @@ PLANS = {
     'share-kv': Plan(
         'Sharing keys and values', ablation([], sixteen([1, 2, 4]), share_kv=[True, False])
     ),
-    'latency': Plan('Latency per token', [], 'python bench.py --suite=decode'),
+    'latency': Plan('Latency per token', [], 'python {root}bench.py --suite=decode'),
     'throughput': Plan(
         'Training throughput on four GPUs',
         [],
-        'torchrun --standalone --nproc_per_node=4 bench.py --suite=train',
+        'torchrun --standalone --nproc_per_node=4 {root}bench.py --suite=train',
     ),
     'residual': Plan(
         'Ours: residual rule',

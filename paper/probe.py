@@ -38,9 +38,11 @@ import itertools
 import os
 import shlex
 import sys
-from functools import partial
 from math import inf
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/probe.py
 
 from configurator import UserError, configure, run_script
 
@@ -48,7 +50,6 @@ import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from numpy import ndarray
 from torch import Tensor, nn
 
@@ -56,7 +57,8 @@ from convlstm import PLANES, Agent, build_agent, load_agent
 from levels import AGENT, CELLS, load_level_sets, plan_image
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
-from support.files import write_atomic, write_json, write_tensors, write_text
+from support.files import write_json, write_tensors, write_text
+from support.plots import Figure, chart, plain, save_figure
 from support.run_folder import PER_CALL, code_record
 
 # -----------------------------------------------------------------------------
@@ -102,7 +104,11 @@ PROBES = {  # name: (size of the convolution, what it reads)
     'untrained 1x1': (1, 'untrained'),
     'observation': (3, 'observation'),
 }
-DRAWN = {'3x3': '-', 'untrained 3x3': ':', 'observation': '--'}  # probes in recall.png: line style
+DRAWN = {  # probes in recall.png: (line style, end of their label)
+    '3x3': ('-', ''),
+    'untrained 3x3': (':', ', untrained'),
+    'observation': ('--', ', observation alone'),
+}
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
 # Settings in which seeds of one agent may differ.
@@ -384,28 +390,18 @@ def add_shares(counts: pandas.DataFrame) -> pandas.DataFrame:
 # ---- figures and tables ----
 
 
-def plain(name: str) -> str:
-    """Return a name for a figure, where two dollar signs would enclose a formula."""
-    return name.replace('$', r'\$')
-
-
 def draw_recall(counts: pandas.DataFrame, title: str) -> Figure:
-    """Return the figure of recall by step, with one standard deviation over seeds: a line for each
-    agent's 3x3 probe, a dotted one before training and a dashed one for the observation alone."""
-    figure = Figure((5, 3.6), layout='constrained')
-    axes = figure.subplots()
-    shares = add_shares(counts[counts.episodes >= min_levels])
-    for i, (agent, of_agent) in enumerate(shares.groupby('agent', sort=False)):
-        for probe, style in DRAWN.items():
-            recall = of_agent[of_agent.probe == probe].groupby('step').recall.agg(['mean', 'std'])
-            label = plain(agent) if probe == '3x3' else None
-            line = {'ls': style, 'color': f'C{i}', 'capsize': 2, 'label': label}
-            axes.errorbar(recall.index, recall['mean'], recall['std'], **line)
-    axes.plot([], [], color='gray', ls=':', label='untrained agent')
-    axes.plot([], [], color='gray', ls='--', label='observation alone')
-    axes.set(xlabel='environment step', ylabel='recall', ylim=(0, None), title=title)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize='small', frameon=False)
+    """Return the figure of recall by step, with one standard deviation over seeds: for each agent a
+    line for its 3x3 probe, one before training and one for the observation alone."""
+    shares = add_shares(counts[(counts.episodes >= min_levels) & counts.probe.isin(DRAWN)])
+    groups = shares.groupby(['agent', 'probe', 'step'], sort=False).recall
+    points = groups.agg(recall='mean', std='std', n='count').reset_index().dropna(subset='recall')
+    points['line'] = points.agent + points.probe.map(lambda probe: DRAWN[probe][1])
+    points['style'] = points.probe.map(lambda probe: DRAWN[probe][0])
+    points = points.assign(color=points.agent, panel='')
+    labels = 'environment step', 'recall'
+    figure = chart(points, 'step', 'recall', labels, title, 'std', to_scale=True)
+    figure.axes[0].set_ylim(0, None)
     return figure
 
 
@@ -485,8 +481,7 @@ def main() -> None:
     title = f'{solved.sum()} levels; precision {precision:.0%} over {first} steps'
     recall = draw_recall(counts, title)
     for name, figure in {'recall.png': recall, 'recall.svg': recall, 'plans.png': boards}.items():
-        save = partial(figure.savefig, format=name[-3:], dpi=200)
-        write_atomic(os.path.join(out_dir, name), save)
+        save_figure(figure, os.path.join(out_dir, name))
     total = add_shares(counts.groupby(['agent', 'probe'], sort=False)[COUNTS].sum())
     total['threshold'] = thresholds
     print(total.round(3).to_string())

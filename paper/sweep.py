@@ -34,6 +34,8 @@ from datetime import timedelta
 from pathlib import Path
 from signal import SIGTERM
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/sweep.py
+
 from configurator import UserError, first_line, run_script
 
 import torch
@@ -48,19 +50,20 @@ from paper.plans import (
     find_plan,
     full_settings,
     names_of_plans,
+    read_runs,
     runs_of,
     script_of,
     updates,
     vary,
 )
 from support.ranks import Throttle, print0
-from support.run_folder import PER_CALL, Stopper, log_of, settings_of
+from support.run_folder import PER_CALL, Stopper, script_checksum, settings_of
 
 # Settings that a trainer may take from the weights in init_from.
 MODEL_SETTINGS = (*AGENT_SETTINGS, 'tokenizer', *(field.name for field in fields(ModelConfig)))
 # Settings that say how fast a run is (its results change by rounding only) and what it reports.
 NEUTRAL = (
-    *('download', 'device', 'threads', 'compile', 'cuda_graphs', 'batch_size'),
+    *('download', 'device', 'threads', 'compile', 'cuda_graphs', 'overrides', 'batch_size'),
     *('plot', 'tensorboard', 'wandb', 'wandb_project'),
 )
 DATA = ('data_dir', 'levels_dir')
@@ -75,7 +78,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> Path:
-    """Return the path that an argument names: a shell expands no ~ behind an equals sign."""
+    """Return the path that an argument names: a shell expands no ~ behind an equals sign. Raises
+    ArgumentTypeError for an empty text, as of a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError('is empty, name a folder or file')
     return Path(text).expanduser()
 
 
@@ -122,7 +128,7 @@ def select(args: argparse.Namespace) -> list[Run]:
     """Return the runs that the arguments ask for."""
     runs = runs_of(args.plan)
     if not runs:
-        raise UserError(f'{args.plan} has no runs: {find_plan(args.plan).draw}')
+        raise UserError(f'{args.plan} has no runs: {drawing(args.plan, [], args.out)}')
     if args.only is not None:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
@@ -155,28 +161,34 @@ def command_of(run: Run, args: argparse.Namespace) -> list[str]:
 
 def drawing(plan: str, runs: list[Run], out: Path) -> str:
     """Return the command that makes the figure or table of a plan from these runs."""
-    folders = list(dict.fromkeys(str(out / run.plan) for run in runs))
+    folders = list(dict.fromkeys(str(out / run.folder.parts[0]) for run in runs))
     if len(folders) > 1:
         folders.append(f'--out={out / plan}')
-    return find_plan(plan).draw.format(folders=shlex.join(folders))
+    root = os.path.relpath(ROOT)
+    prefix = '' if root == '.' else shlex.quote(f'{root}/')
+    command = find_plan(plan).draw.format(folders=shlex.join(folders), root=prefix)
+    is_module = command.startswith('python -m paper.')
+    return f'PYTHONPATH={shlex.quote(root)} {command}' if prefix and is_module else command
 
 
 def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
     seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
-    run: 'has NAME = VALUE, not VALUE', the first setting that differs."""
+    run: 'has NAME = VALUE, not VALUE', the first setting that differs, or that its trainer does."""
     settings, defaults = full_settings(run), script_of(run.script).defaults
-    saved, log = settings_of(out / run.folder), log_of(out / run.folder)
-    before = {**defaults, **saved}  # a setting added after the run had its default
+    [(saved, log)] = read_runs([out / run.folder], [run.script])
     # Sizes that the plan leaves open come from the weights in init_from.
     adopted = MODEL_SETTINGS if settings.get('init_from') else ()
     for name, value in settings.items() if saved else ():
-        old = before.get(name)
+        old = saved.get(name)
         old = tuple(old) if isinstance(old, list) else old  # from JSON
         is_adopted = name in adopted and value == defaults.get(name)
         is_compared = name not in NEUTRAL + PER_CALL and value != 'auto' and not is_adopted
         if is_compared and old != value:
             return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
+    starts = [start['code'] for start in saved.get('starts', []) if 'code' in start]
+    if any(code['script_checksum'] != script_checksum(ROOT / run.script) for code in starts):
+        return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
     if saved.get('finished'):
@@ -234,11 +246,19 @@ def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:
 cd {shlex.quote(os.getcwd())}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVE_SECONDS}
 commands=({shlex.join(commands)})
+export PYTHONPATH={shlex.quote(python_path())}
+unset PYTHONSAFEPATH
 eval exec "${{commands[SLURM_ARRAY_TASK_ID]}}"
 """)
 
 
 # ---- running ----
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for runs: this project first, so that they use its modules, wherever their
+    trainer lies and whatever else is installed."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
 
 
 def gpus_of_workers(workers: int, gpus_per_run: int) -> list[str]:
@@ -260,7 +280,9 @@ def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subproc
         'OMP_NUM_THREADS': str(threads),
         'TORCH_ELASTIC_SHUTDOWN_TIMEOUT': str(SAVE_SECONDS),
         **os.environ,
+        'PYTHONPATH': python_path(),
     }
+    env.pop('PYTHONSAFEPATH', None)  # the trainer's folder is in the path, too
     with open(folder / 'stdout.txt', 'a', encoding='utf-8') as file:
         print(shlex.join(command), file=file, flush=True)
         return subprocess.Popen(
@@ -303,16 +325,17 @@ def forecast(runs: list[Run], out: Path, workers: int) -> str:
 
 def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     """Run what is not finished. Return the exit status: 0, 1 if a run failed, 128 + signal if the
-    sweep was stopped."""
+    sweep was stopped, or 2 if the trainer refused a run before its start: then no further one is
+    started, because it would be refused, too."""
     waiting = unfinished(runs, args.out)
     gpus = gpus_of_workers(min(args.workers, len(waiting)), args.gpus_per_run)
     threads = max(1, torch.get_num_threads() // (len(gpus) * args.gpus_per_run))
     print0(f'{forecast(runs, args.out, len(gpus))}; {len(gpus)} at a time')
-    stopper, is_due, workers = Stopper(), Throttle(60), len(gpus)
+    stopper, is_due, workers, refused = Stopper(), Throttle(60), len(gpus), []
 
     def work(run: Run) -> str:
         """Start or resume a run, wait for its end, and return what became of it."""
-        if stopper.signal is not None:
+        if stopper.signal is not None or refused:
             return 'waiting'
         folder, gpu = args.out / run.folder, gpus.pop()
         process = start(run, gpu, threads, args)
@@ -326,6 +349,9 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         gpus.append(gpu)
         state = outcome(process, folder)
         print0(f'{folder}: {state}')
+        # the trainer writes config.json when it has accepted the settings
+        if state.startswith('FAILED') and '): error: ' in state and not settings_of(folder):
+            refused.append(run)
         return state
 
     with ThreadPoolExecutor(workers) as pool:
@@ -334,6 +360,9 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal
     print0(', '.join(f'{n} {state}' for state, n in states.items()))
+    if refused:
+        print0('stopped: the trainer refuses settings: correct them, then repeat this line')
+        return 2
     if states['done'] < len(waiting):
         return 1
     print0(f'figures and tables: {drawing(args.plan, runs, args.out)}')

@@ -336,6 +336,7 @@ class RunFolder:
         self.command = shlex.join(['python', name, *sys.argv[1:]])
         self.code = code_record(script) if self.rank == 0 else {}
         self.metadata = {'script': name, 'command': self.command, 'code': self.code}
+        self.metadata['script_path'] = os.path.abspath(script)
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:

@@ -4,12 +4,15 @@ the rule of the registered study."""
 import itertools
 import json
 import math
+import os
+import shutil
 import sys
 
 import numpy as np
 import pandas
 import pytest
 from PIL import Image
+from processes import output_of, start
 from small_runs import assert_refused
 
 from paper import figures
@@ -23,7 +26,7 @@ def write_lm(folder, *losses, **settings):
     """Write the folder of a run with these validation losses."""
     settings = {'arch': 'experts', 'recurrent': True, 'finished': True, **SIZES, **settings}
     log = [{'step': k, 'tokens': 10 * k, 'seconds': k, 'val_loss': x} for k, x in enumerate(losses)]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / 'config.json').write_text(json.dumps(settings))
     (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
 
@@ -63,6 +66,61 @@ def test_each_run_is_a_row_with_its_settings_last_and_best_values(tmp_path):
     assert not started['finished'] and math.isnan(started['loss'])
 
 
+def test_runs_behind_links_are_found(tmp_path, capsys):
+    """The folder of a run or of a plan may be a link, and a link may lead back or nowhere. A run
+    that is found twice has the plan in whose folder it was linked."""
+    out, disk = tmp_path / 'out', tmp_path / 'out/disk'
+    write_lm(out / 'plan/1', 1.0)
+    for seed in (2, 3):
+        write_lm(disk / f'runs/{seed}', float(seed), seed=seed)
+        (out / f'plan/{seed}').symlink_to(disk / f'runs/{seed}')
+    (out / 'linked').symlink_to('plan')
+    (out / 'plan/up').symlink_to('..')
+    (out / 'plan/4').symlink_to('gone')
+    for folder in (out / 'plan', out / 'linked', [out / 'plan/1', out / 'plan/2', out / 'plan/3']):
+        assert list(runs(folder)['loss']) == list(figures.curves(folder)['val_loss']) == [1, 2, 3]
+    assert f'left out: {out}/plan/4: a link to nothing' in capsys.readouterr().out
+    shutil.rmtree(out / 'linked', ignore_errors=True) or (out / 'linked').unlink()
+    assert list(runs(out)['plan']) == 3 * ['plan']
+
+
+@pytest.mark.parametrize('place', ['there', 'gone'])
+def test_a_setting_that_a_run_lacks_has_its_default(tmp_path, place):
+    """The trainer, or the copy that has a new setting, knows it. If that is gone, the value is
+    unknown, which differs from any other."""
+    copy = tmp_path / place / 'mine.py'
+    (tmp_path / 'there').mkdir()
+    (tmp_path / 'there/mine.py').write_text('n_layer = 2\nz_loss = 0.0\nlosses = (1, 2)\n')
+    write_lm(tmp_path / 'a', 3.0, script='train_lm.py')
+    new = {'script': 'mine.py', 'script_path': str(copy), 'losses': [1, 2]}
+    write_lm(tmp_path / 'b', 2.0, seed=2, z_loss=0.0, **new)
+    write_lm(tmp_path / 'c', 1.0, seed=3, z_loss=0.1, **new)
+    frame = runs(tmp_path)
+    assert list(frame['weight_decay']) == 3 * [0.01]
+    figure = figures.ablation(frame)
+    if place == 'there':
+        (points,) = bars_of(figure).values()
+        assert [y for y, _ in points] == [2.5, 1.0] and figures.varied(frame[:2]) == []
+    else:
+        ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+        assert ticks == ['0.0', '0.1', 'unknown']
+
+
+def test_the_last_value_is_that_of_the_last_evaluation(tmp_path, monkeypatch, capsys):
+    """If that is no number, the run is named and not drawn, however good it was before."""
+    nan = tmp_path / 'a'
+    write_lm(nan, 3.0, 1.0, None, seed=1)
+    with open(nan / 'log.jsonl', 'a') as file:
+        file.write('{"step": 3, "train_loss": 1.0}\n')
+    write_lm(tmp_path / 'b', 3.0, 2.5, 2.0, seed=2)
+    frame = runs(tmp_path)
+    assert math.isnan(frame['loss'][0]) and math.isnan(frame['last_val_loss'][0])
+    assert frame['step'][0] == 3 and frame['best_val_loss'][0] == 1.0
+    main(monkeypatch, tmp_path)
+    assert f'left out: {nan}: its last loss is not a number' in capsys.readouterr().out
+    assert list(pandas.read_csv(tmp_path / 'table_Transformer.csv')['loss']) == [2.0]
+
+
 # ---- what a run is judged by ----
 
 
@@ -79,6 +137,8 @@ def test_an_agent_is_judged_by_the_episodes_of_its_last_five_log_intervals():
     expected = np.average([20, 30, 40, 60, 64], weights=[8, 1, 2, 4, 3])
     assert figures.judged_return(log, 10) == pytest.approx(expected)
     assert math.isnan(figures.judged_return(log[log['episodes'] == 0], 10))
+    log.loc[4, 'episodic_return'] = math.nan  # of episodes
+    assert math.isnan(figures.judged_return(log, 10))
 
 
 def test_the_first_seed_chooses_a_value_and_the_others_are_reported(capsys):
@@ -90,12 +150,27 @@ def test_the_first_seed_chooses_a_value_and_the_others_are_reported(capsys):
         loss=[2, 1, 0, 3, 1, 2, 5, 4],
     )
     assert list(figures.best_values(frame)['loss']) == [3, 5, 4]
-    assert not capsys.readouterr().out
-    rare = frame.assign(learning_rate=[0.1, 0.3, 0.1, 0.2, 0.1, 0.2, 0.1, 0.1], folder='a')
-    assert list(figures.best_values(rare)['loss']) == [5, 4]
-    line = 'left out: the models of a: no other seed has run with learning_rate = 0.3, '
-    assert capsys.readouterr().out.startswith(line)
+    cell = 'ConvLSTM, plan, recurrent, L = {}, E = 1, d = 64'.format
+    assert capsys.readouterr().out.splitlines() == [
+        f'{cell(1)}: learning_rate = 0.2, the best of 2 for seed 1',
+        f'{cell(2)}: learning_rate = 0.1, the best of 2 for seed 1',
+    ]
     assert list(figures.best_values(frame[frame['seed'] == 1])['loss']) == [1, 1]
+
+
+def test_groups_in_which_a_seed_is_missing_are_named(capsys):
+    """No other seed has run at the best rate of L = 1, and seed 1 not at all with L = 2."""
+    frame = frame_of(
+        n_layer=[1, 1, 2, 2, 4, 4],
+        seed=[1, 2, 2, 3, 1, 2],
+        learning_rate=[0.3, 0.1, 0.1, 0.1, 0.1, 0.1],
+        loss=[1, 2, 3, 4, 5, 6],
+    )
+    assert list(figures.best_values(frame)['loss']) == [6]
+    cell = 'left out: ConvLSTM, plan, recurrent, L = {}, E = 1, d = 64: {}'.format
+    printed = capsys.readouterr().out.splitlines()
+    assert cell(1, 'no other seed has run with this learning_rate') in printed
+    assert cell(2, 'seed 1, which chooses learning_rate, has no result') in printed
 
 
 def test_settings_that_vary_are_found_and_kept_apart():
@@ -116,9 +191,25 @@ def test_settings_that_vary_are_found_and_kept_apart():
     assert_refused('a: another folder holds a run of the same', figures.varied, twice)
 
 
-def test_an_allocation_with_fewer_seeds_is_not_the_best():
+def test_an_allocation_with_fewer_seeds_counts_and_its_number_is_shown():
     frame = frame_of(n_layer=[1, 2, 2, 4, 4], seed=[1, 1, 2, 1, 2], loss=[6, 8, 8, 7, 7])
-    assert list(figures.value_table(frame)['best']) == [False, False, True]
+    table = figures.value_table(frame)
+    assert list(table['best']) == [True, False, False] and list(table['n']) == [1, 2, 2]
+    figure = figures.FIGURES['allocations'](frame)
+    assert 'n = 2 unless noted' in figure.get_suptitle()
+    assert [text.get_text() for text in figure.axes[0].texts] == ['n = 1']
+
+
+def test_a_best_depth_needs_several_seeds_of_each_allocation():
+    scores = pandas.DataFrame(
+        {('recurrent', 1): [1, 2], ('recurrent', 2): [3, 4], ('recurrent', 4): [0, math.nan]}
+    )
+    assert figures.best_depths(scores)[-1] == ''
+    scores['non-recurrent', 2], scores['non-recurrent', 4] = [5, 6], [3, 4]
+    smaller, larger, sentence = figures.best_depths(scores)
+    assert (smaller, larger) == (1, 0)  # all of a seed shift alike
+    assert 'best L 1 with recurrence (95%: 1 to 1) and 4 without (95%: 4 to 4)' in sentence
+    assert sentence.endswith('allocations with one seed, left out: 1')
 
 
 # ---- figures ----
@@ -146,6 +237,22 @@ def test_figures_have_means_and_errors_by_increasing_x(name, x, error):
     assert line == [(2, pytest.approx(error)), (7, pytest.approx(2 * error))]
 
 
+def test_an_ablation_of_names_has_bars_in_the_papers_order():
+    names = ['mean', 'softmax_l2', 'sqrt_sum', 'softmax_mean']
+    figure = figures.ablation(
+        frame_of(aggregation=2 * names, seed=4 * [1] + 4 * [2], loss=[*range(8)])
+    )
+    axes = figure.axes[0]
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks == ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']
+    assert [bar.get_y() + bar.get_height() for bar in axes.patches] == [4, 2, 5, 3]
+    assert axes.get_xlabel() == 'aggregation'
+    figure = figures.ablation(frame_of(share_kv=[False, True], loss=[2.0, 1.0]))
+    assert [bar.get_height() + bar.get_y() for bar in figure.axes[0].patches] == [1, 2]
+    figure = figures.ablation(frame_of(radius=[0, 2], loss=[2.0, 1.0]))
+    assert figure.axes[0].get_xlabel() == 'number of neighbors' and not figure.axes[0].patches
+
+
 def test_returns_stand_beside_the_papers():
     """Those of allocations, and the best ones with at most L layers."""
     frame = frame_of('sokoban-small', n_layer=[1, 2, 4], **{'return': [1, 3, 2]})
@@ -170,7 +277,7 @@ def main(monkeypatch, *argv):
 def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch, capsys):
     """In a folder whose name has characters that are special to shells, Markdown, matplotlib. A
     learning curve starts at a quarter of the training."""
-    plan = tmp_path / 'a[1],$x_{|'
+    plan = tmp_path / 'a[1],$x_{|$'
     for E, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
         settings = {'n_layer': 4 // E, 'n_expert': E, 'recurrent': recurrent, 'seed': seed}
         write_lm(plan / f'{E}{recurrent}{seed}', 9.0, 8.0, 7.0, 6.0, E + seed, **settings)
@@ -181,10 +288,35 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8
     table = (plan / 'table_Transformer.md').read_text()
-    assert r'Transformer|a[1],$x_{\||recurrent|4|1|64|2.5|0.70711|0.5|2|True' in table
-    assert 'Best L, 10,000 bootstrap draws' in table
+    assert r'Transformer|a[1],$x_{\|$|recurrent|4|1|64|2.5|0.70711|0.5|2|True' in table
+    assert 'smaller with recurrence in ' in table
     curves = bars_of(figures.learning(runs(plan).query('finished')))
     assert [y for y, _ in curves['L = 4, E = 1, d = 64']] == [8.0, 7.0, 6.0, 2.5]
+
+
+def test_a_learning_rate_that_is_the_only_axis_is_drawn(tmp_path, monkeypatch, capsys):
+    """One that is tuned is drawn, too, where an ablation is asked for."""
+    for i, rate in enumerate((0.1, 0.2, 0.4)):
+        write_lm(tmp_path / f'rates/{i}', 3.0, 1.0 + i, learning_rate=rate)
+        write_lm(tmp_path / f'both/{i}', 3.0, 1.0 + i, learning_rate=rate)
+        write_lm(tmp_path / f'both/{i}2', 3.0, 2.0 + i, learning_rate=rate, n_layer=2)
+    main(monkeypatch, tmp_path / 'rates')
+    assert list(pandas.read_csv(tmp_path / 'rates/table_Transformer.csv')['loss']) == [1, 2, 3]
+    assert (tmp_path / 'rates/ablation_Transformer.png').exists()
+    main(monkeypatch, tmp_path / 'both')
+    assert capsys.readouterr().out.count('learning_rate = 0.1, the best of 3 for seed 1') == 2
+    assert (tmp_path / 'both/allocations_Transformer.png').exists()
+    main(monkeypatch, tmp_path / 'both', '--figure=ablation')
+    assert len(pandas.read_csv(tmp_path / 'both/table_Transformer.csv')) == 6
+
+
+@pytest.mark.parametrize('backend', ['module://matplotlib_inline.backend_inline', 'Qt4Agg'])
+def test_the_backend_of_a_notebook_stops_nothing(tmp_path, backend):
+    """MPLBACKEND may come from a notebook of another environment, or from an old matplotlib."""
+    write_lm(tmp_path, 2.0, 1.0)
+    code = f'from support import plots; plots.plot_losses({str(tmp_path)!r}, "byte")'
+    output_of(start(['-c', code], env=os.environ | {'MPLBACKEND': backend}))
+    assert Image.open(tmp_path / 'loss.png').width > 500
 
 
 def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(monkeypatch):
@@ -215,6 +347,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
         ('--figure=ablation', 'these runs differ in no setting'),
         ('--levels=unfiltered-test', '--levels: Transformer is no agent'),
         ('--only=depth == 2', "--only='depth == 2': .*name 'depth' is not defined"),
+        ('--out=', 'argument --out: is empty'),
     ):
         assert_refused(message, main, monkeypatch, tmp_path, option)
 
@@ -230,18 +363,20 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
     printed = ' '.join(capsys.readouterr().out.split())
     for line in (
         'mean 1.1147 1.1039 1.1050 1.1077 1.1521 1.1387 1.1341 1.1376',
-        'confirmed: smaller with recurrence in 99.5% of draws, larger in 0.0%',
+        'confirmed: smaller with recurrence in 99.5% of draws, larger in 0.0%; best L 2 with',
         'r1 0.16 r16 0.02 r2 0.08',
         'r4 1.0533 0.0013 3.0',
         'smaller with recurrence in 45.6% of draws, larger in 5.1%',
         '-1.7948 ± 0.5509, -3.26 standard errors',
         '-0.6940 ± 0.1043, -6.66 standard errors',
         'mean -0.6778 0.5131 -1.9174',
-        'recurrent smaller in 79.6%, equal in 20.4%',
+        'smaller with recurrence in 94.7% of draws, larger in 1.1%; best L 4 with recurrence '
+        '(95%: 2 to 8) and 8 without (95%: 8 to 8)',
         'r2 1.1046 0.0010 5.0',
         'n8 1.1352 0.0009 5.0',
-        'equal in 0.0%, with errors of a t distribution smaller in 98.5%',
-        'equal in 0.0%, with errors of a t distribution smaller in 97.0%',
+        'smaller with recurrence in 99.2% of draws, larger in 0.3%; best L 2 with recurrence '
+        '(95%: 2 to 4) and 8 without (95%: 8 to 16)',
+        'smaller with recurrence in 96.1% of draws, larger in 0.1%',
         'n8 - r4 0.0692 0.0065 3.0',
         'n8 - r4 0.0224 0.0008 2.0',
         'n8 - r4 0.0479 0.0013 3.0',
@@ -249,7 +384,8 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
         'r4, resets - r4 -0.5192 0.0409 3.0',
         'r2mean expert - r2 -0.0088 0.0014 3.0',
         'r2 one - r2 sqrt_experts -0.0013 0.0011 3.0',
-        'recurrent smaller in 56.6%, equal in 33.9%',
+        'smaller with recurrence in 35.0% of draws, larger in 37.1%; best L 2 with recurrence '
+        '(95%: 1 to 8) and 2 without (95%: 2 to 8)',
         '0.0320 0.0014 5 7.05 MB 128',
     ):
         assert line in printed, line

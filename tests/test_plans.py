@@ -1,8 +1,10 @@
 """Test the plans: their runs are the paper's, by numbers written here or in the paper's tables."""
 
 import csv
+import os
 import re
 import textwrap
+from pathlib import Path
 
 import pytest
 from processes import ROOT
@@ -78,8 +80,9 @@ def test_an_ablation_has_its_values(name, setting, values, n):
 
 def test_plans_share_the_folders_of_their_runs():
     """The rules for the residual differ where several experts have a residual."""
-    assert folders_of('lm') == folders_of('lm-small') | folders_of('lm-medium')
-    assert len(folders_of('lm')) == 58 and len(folders_of('sokoban')) == 390
+    budgets = ('lm-small', 'lm-small-long', 'lm-medium')
+    assert folders_of('lm') == set().union(*map(folders_of, budgets))
+    assert len(folders_of('lm')) == 84 and len(folders_of('sokoban')) == 390
     probed = {(True, 1, 15, 256), (True, 2, 8, 256), (True, 4, 4, 256), (True, 8, 2, 256)}
     assert cells_of('probes') == probed and len(folders_of('probes')) == 12
     assert folders_of('probes') < folders_of('sokoban-large')
@@ -115,6 +118,39 @@ def test_the_plan_in_the_docstring_is_found_by_its_file(tmp_path, monkeypatch):
     assert_refused(message, plans.find_plan, 'init-b')
 
 
+def test_two_values_never_share_a_folder():
+    names = [
+        'x/y',
+        'x-y',
+        'x_y',
+        'x/y/',
+        300 * 'x',
+        301 * 'x',
+        150 * 'é',
+        149 * 'é' + 'e',
+        '\udcff',
+    ]
+    (run,) = grid('train_lm.py', seed=[1], cells=[{}])
+    varied = vary([run._replace(plan='p')], 'wandb_project', names)
+    folders = {run.folder for run in varied}
+    assert (
+        len(folders) == len(names) and Path('p-wandb_project/seed-1_wandb_project-x-y') in folders
+    )
+    assert all(len(os.fsencode(part)) < 256 for folder in folders for part in folder.parts)
+    run = run._replace(plan='p', axes={'n_layer': 1, 'n_expert': 2})
+    same = run._replace(fixed={'n_embd': 64})
+    assert_refused('--seed: two runs have the folder', vary, [run, same], 'seed', ['1'])
+
+
+def test_many_settings_fit_the_name_of_a_folder():
+    runs = [run._replace(plan='p') for run in grid('train_lm.py', n_layer=[1, 2])]
+    defaults = plans.script_of('train_lm.py').defaults
+    for name in [name for name in defaults if name != 'n_layer']:
+        runs = vary(runs, name, [str(defaults[name])])
+    parts = {part for run in runs for part in run.folder.parts}
+    assert len(parts) == 3 and all(100 < len(part) < 256 for part in parts)
+
+
 @pytest.mark.parametrize(
     'runs, message',
     [
@@ -139,3 +175,8 @@ def test_a_varied_setting_that_is_no_axis_has_a_folder_of_its_own():
     assert [str(run.folder) for run in varied] == [f'p-weight_decay/{end}' for end in ends]
     varied = vary(runs, 'n_layer', ['2', '5'])  # values of an axis lie beside those of the plan
     assert [str(run.folder) for run in varied] == ['p/n_layer-2', 'p/n_layer-5']
+
+
+def test_a_trainer_that_is_no_python_is_one_line(tmp_path):
+    (tmp_path / 'mine.py').write_text('n_layer = 1\nif n_layer\n')
+    assert_refused('mine.py: SyntaxError: ', plans.script_of, str(tmp_path / 'mine.py'))

@@ -493,7 +493,7 @@ def test_pictures_of_a_run_show_training_and_evaluation(tmp_path, monkeypatch):
     record = {'step': 9, 'tokens': 10**6, 'env_steps': 10**6, **training, **evaluation}
     (tmp_path / 'log.jsonl').write_text(json.dumps(record))
     figures = []
-    monkeypatch.setattr(plots, 'save', lambda figure, folder, name: figures.append(figure))
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, path: figures.append(figure))
     plots.plot_losses(tmp_path, 'byte')
     plots.plot_returns(tmp_path)
     all_axes = [axes for figure in figures for axes in figure.axes]

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import ROOT
+from processes import ROOT, output_of, start
 from small_runs import AGENT, LM, assert_refused
 
 from paper import figures, plans, sweep
 from paper.plans import Plan, grid
-from support.run_folder import is_finished, log_of, settings_of
+from support.run_folder import is_finished, log_of, script_checksum, settings_of
 
 FAKE = '''
 """A trainer with settings and files of train_lm.py that learns nothing."""
@@ -42,13 +42,14 @@ threads = 0
 seed = 1
 max_iters = 8
 pause = 0.0           # seconds per update
-fails = ''            # message
+fails = ''            # message, after the start
+refuses = ''          # message, instead of a start
 prints = ''           # name of a variable of the environment
 
 RANGES = {'resume': [False, True, 'auto']}
 config = configure(globals(), quiet=True)
-if fails:
-    raise SystemExit(f'error: {fails}')
+if refuses:
+    raise SystemExit(f'error: {refuses}')
 if init_from:
     config['n_embd'] = 64
 print(prints, os.environ.get(prints))
@@ -61,6 +62,8 @@ def write(**more):
         json.dump({**config, **more}, file)
 
 write()
+if fails:
+    raise SystemExit(f'error: {fails}')
 done = len(open(path).readlines()) if os.path.exists(path) else 0
 with open(path, 'a') as file:
     for step in range(done, max_iters + 1):
@@ -78,7 +81,6 @@ def fake(tmp_path, monkeypatch):
     """Return a function that makes plan 'fake' of runs of the fake trainer in tmp_path, where the
     test then runs, and returns their folders."""
     (tmp_path / 'fake.py').write_text(FAKE)
-    monkeypatch.setenv('PYTHONPATH', str(ROOT))
     monkeypatch.chdir(tmp_path)
 
     def make(**settings):
@@ -115,9 +117,25 @@ def test_all_plans_are_listed_with_what_makes_their_figure(main):
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert rows.keys() == {'plan', *plans.names_of_plans()}
     assert rows['lm-small'].split()[1:3] == ['26', '3.0e+19']
-    assert rows['lm'].endswith("'my runs/lm-small' 'my runs/lm-medium' '--out=my runs/lm'")
-    assert 'bench.py' in rows['latency']
+    folders = "'my runs/lm-small' 'my runs/lm-small-long' 'my runs/lm-medium'"
+    assert rows['lm'].endswith(f"{folders} '--out=my runs/lm'")
+    assert 'python bench.py' in rows['latency']
     assert "config/probe_large.py 'my runs/sokoban-large'/arch-convlstm_" in rows['probes']
+
+
+def test_the_commands_that_draw_work_from_the_folder_of_the_sweep(main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = os.path.relpath(ROOT)
+    _, out = main()
+    assert f'PYTHONPATH={root} python -m paper.figures out/lm-small\n' in out
+    assert f'PYTHONPATH={root} python -m paper.probe {root}/config/probe_large.py ' in out
+    assert f'python {root}/bench.py --suite=decode\n' in out
+
+
+@pytest.mark.parametrize('name', ['sweep', 'figures', 'probe'])
+def test_the_scripts_of_the_paper_run_from_any_folder(name, tmp_path):
+    process = start([ROOT / f'paper/{name}.py', '--help'], cwd=tmp_path)
+    assert 'paper' in output_of(process)
 
 
 def test_a_listed_run_has_its_cost_and_a_command_with_its_settings(main, monkeypatch):
@@ -147,7 +165,7 @@ def test_a_slurm_job_has_the_unfinished_runs_and_quotes_folders(main, fake):
     main('fake', '--run', f'--out={HOSTILE}', '--only=n_layer == 2')
     _, job = main('fake', '--slurm', f'--out={HOSTILE}')
     assert '--array=0-1\n' in job and '--gpus-per-task=1' in job
-    environment = os.environ | {'SLURM_ARRAY_TASK_ID': '1'}
+    environment = os.environ | {'SLURM_ARRAY_TASK_ID': '1', 'PYTHONSAFEPATH': '1'}
     subprocess.run(['bash'], input=job, text=True, env=environment)
     assert [is_finished(Path(HOSTILE, 'fake', f'n_layer-{L}')) for L in (1, 2, 4)] == [0, 1, 1]
     assert {path.name for path in Path().iterdir()} == {'fake.py', HOSTILE}
@@ -157,12 +175,14 @@ def test_a_slurm_job_has_the_unfinished_runs_and_quotes_folders(main, fake):
     'argv, message',
     [
         ('nonsense', "'nonsense' is no plan.*lm-small.*study-lm"),
-        ('latency --run', 'latency has no runs: python bench.py'),
+        ('latency --run', 'latency has no runs: python .*bench.py'),
         ('lm-small --only=n_layer==3', "--only='n_layer==3': .*no run fulfills it"),
         ('lm-small --only=', "--only='': .*"),
         ('lm-small --vary=weight_decay', 'expected --vary=NAME=VALUE,VALUE'),
         ('lm-small --run -- --nonsense=1', "unknown setting 'nonsense'"),
         ('lm-small --run -- --out_dir=x', "'--out_dir=x': .*--out names"),
+        ('lm-small --out=', 'argument --out: is empty'),
+        ('lm-small --script=', 'argument --script: is empty'),
         ('lm-small --run --workers=-1', 'must be at least 1'),
         ('sokoban-small --run --gpus_per_run=3', '--gpus_per_run=3: there are 2 GPUs'),
     ],
@@ -201,6 +221,28 @@ def test_a_failed_run_is_reported_and_the_next_call_runs_only_what_is_not_done(m
     status, out = main('fake', '--run')
     assert status == 1 and out.startswith('1 of 2 runs are done')
     assert (done / 'stdout.txt').read_text() == before
+
+
+def test_no_further_run_is_started_after_one_that_the_trainer_refuses(main, fake):
+    """A run that has started may fail by itself."""
+    refused, *others = fake(seed=[1, 2, 3], refuses='16 boards for 3 ranks')
+    status, out = main('fake', '--run')
+    assert status == 2 and out.count('FAILED (') == 1
+    assert f'{refused}: FAILED (exit status 1): error: 16 boards for 3 ranks; see stdout' in out
+    assert '1 FAILED, 2 waiting\nstopped: the trainer refuses settings: correct them' in out
+    assert not any(folder.exists() for folder in others)
+
+
+def test_runs_use_the_modules_of_this_project(main, fake, tmp_path, monkeypatch):
+    """Their trainer lies elsewhere, and another clone is installed or in PYTHONPATH."""
+    (tmp_path / 'clone').mkdir()
+    (tmp_path / 'clone/configurator.py').write_text('raise SystemExit("another clone")')
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path / 'clone'))
+    monkeypatch.setenv('PYTHONSAFEPATH', '1')
+    path, safe = fake(prints=['PYTHONPATH', 'PYTHONSAFEPATH'])
+    assert main('fake', '--run')[0] == 0
+    assert f'PYTHONPATH {ROOT}:{tmp_path}/clone\n' in (path / 'stdout.txt').read_text()
+    assert 'PYTHONSAFEPATH None\n' in (safe / 'stdout.txt').read_text()
 
 
 def test_a_folder_of_another_run_is_not_taken_for_a_result(main, fake):
@@ -255,6 +297,33 @@ def test_a_copy_of_the_trainer_has_folders_of_its_own(main, fake):
     main('fake', '--script=mine.py', '--vary=z_loss=0,1.5', '--run')
     names = {path.name for path in Path('out/fake-mine-z_loss').iterdir()}
     assert names == {'n_layer-1_z_loss-0.0', 'n_layer-1_z_loss-1.5'}
+
+
+def test_a_run_is_done_for_its_own_trainer_only(main, fake):
+    """Two copies may have one name, or a copy was edited; comments and layout do not count."""
+    fake(n_layer=[1])
+    folder = Path('out/fake-mine/n_layer-1')
+    for version in ('v1', 'v2'):
+        Path(version).mkdir()
+        Path(version, 'mine.py').write_text(f'{FAKE}print({version!r})\n')
+    main('fake', '--run', '--script=v1/mine.py')
+    code = {'script_checksum': script_checksum('v1/mine.py')}
+    config = settings_of(folder) | {'starts': [{'code': code}]}
+    (folder / 'config.json').write_text(json.dumps(config))
+    Path('v1/mine.py').write_text(f'# a comment\n{FAKE}\n\nprint("v1")\n')
+    assert main('fake', '--run', '--script=v1/mine.py')[1].startswith('1 of 1 runs are done')
+    message = f'{folder} has been trained by another mine.py: move it away, or choose another --out'
+    assert_refused(message, main, 'fake', '--run', '--script=v2/mine.py')
+    assert 'has been trained by another mine.py' in main('fake', '--script=v2/mine.py')[1]
+
+
+def test_long_and_strange_values_have_folders_of_their_own(main, fake):
+    """Values that differ by a slash only, and a value of 300 bytes."""
+    fake(n_layer=[1], max_iters=1)
+    assert main('fake', '--run', '--', f'--prints={300 * "x"}')[0] == 0
+    assert main('fake', '--run', '--vary=init_from=out/A/b,out/A-b')[0] == 0
+    assert len(list(Path('out/fake-init_from').iterdir())) == 2
+    assert len(list(Path('out').glob('*/*/log.jsonl'))) == 3
 
 
 def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(main, fake):

@@ -23,11 +23,10 @@ from pathlib import Path
 
 from configurator import UserError, run_script
 
-import numpy as np
 import pandas
 from pandas import DataFrame
 
-from paper.figures import PUBLISHED, runs, score, value_of
+from paper.figures import PUBLISHED, best_depths, runs, score, value_of
 from paper.plans import Plan, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 
@@ -57,29 +56,12 @@ PLAN = Plan(
 )
 
 
-def draw_means(blocks: DataFrame, draws: int = 100_000) -> DataFrame:
-    """Return a row per draw of the means of the columns. blocks: a row per seed.
-
-    Each draw adds to the means an error from a multivariate t distribution with the covariance of
-    the mean over blocks. An offset that all runs of a block share cancels in differences."""
-    n = len(blocks)
-    errors = (blocks - blocks.mean()).to_numpy() / np.sqrt(n * (n - 1))
-    generator = np.random.default_rng(1)
-    scale = np.sqrt(generator.chisquare(n - 1, (draws, 1)) / (n - 1))
-    means = blocks.mean().to_numpy() + generator.standard_normal((draws, n)) @ errors / scale
-    return DataFrame(means, columns=blocks.columns)
-
-
 def verdict(blocks: DataFrame) -> str:
     """Return what the rule says. blocks: a row per seed and a column (recurrent, L) per allocation;
     lower values are better."""
-    means = draw_means(blocks)
-    best = {}
-    for recurrent in (True, False):
-        best[recurrent] = means[recurrent].idxmin(axis=1)
-    smaller, larger = np.mean(best[True] < best[False]), np.mean(best[True] > best[False])
+    smaller, larger, sentence = best_depths(blocks)
     word = 'confirmed' if smaller >= 0.95 else 'refuted' if larger >= 0.95 else 'undecided'
-    return f'{word}: smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}'
+    return f'{word}: {sentence}'
 
 
 def add(path: Path, folder: str, processor: str) -> None:

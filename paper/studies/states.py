@@ -43,10 +43,11 @@ from configurator import UserError, run_script
 import pandas
 from pandas import DataFrame, Series
 
+from paper.figures import draw_means
 from paper.plans import Plan, Run
 from paper.states import score, tracked
 from paper.studies import states_rates
-from paper.studies.depth import SEEDS, draw_means
+from paper.studies.depth import SEEDS
 from paper.studies.states_rates import KEY, MODELS, UPDATES, append, arguments, tuned, unlisted
 
 TABLE = states_rates.TABLE.with_stem('states')

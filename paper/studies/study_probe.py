@@ -18,5 +18,5 @@ PLAN = Plan(
         seed=[1],
         total_steps=4_032_000,
     ),
-    'python -m paper.probe config/probe_tiny.py {folders}/*',
+    'python -m paper.probe {root}config/probe_tiny.py {folders}/*',
 )

@@ -26,12 +26,12 @@ from paper.figures import (
     PUBLISHED,
     best_depths,
     best_values,
-    chart,
     name_cells,
-    save_figure,
+    scores_of,
     summarize,
 )
 from paper.studies import depth, depth_agents, initial_scale
+from support.plots import chart, save_figure
 
 RESULTS = PUBLISHED.parent
 WIDTHS = {f'to_{2 * n}': n for n in (16, 32, 64, 128, 256, 512, 1024, 2048)}  # positions
@@ -65,15 +65,15 @@ def show(title: str, frame: DataFrame, value: str) -> DataFrame:
     judged = 'loss' if 'loss' in value else 'return'
     frame = frame.assign(**{judged: frame[value]})
     if frame['n_layer'].nunique() > 1:
-        print(best_depths(frame))
+        print(best_depths(scores_of(frame))[-1])
     points = summarize(frame, CELL, judged)
     return points.assign(panel=VALUES.get(value, value), line=points['kind'], y=points[judged])
 
 
 def draw(name: str, points: DataFrame, x: str, labels: tuple, title: str, **options) -> None:
-    save_figure(
-        chart(points, x, 'y', labels, title, sharey=False, **options), RESULTS / f'{name}.png'
-    )
+    """Draw points as results/NAME.png."""
+    figure = chart(points, x, 'y', labels, title, 'sem', sharey=False, **options)
+    save_figure(figure, RESULTS / f'{name}.png')
 
 
 def gain(frame: DataFrame, value: str) -> dict:
@@ -99,7 +99,7 @@ def language_models() -> None:
             point = {'panel': 'n8 - r4', 'line': VALUES[value], 'MB': step * 0.01024}
             by_length.append(gain(part, value) | point)
     blocks = depth.whole_blocks(depth.TABLE, depth.ALLOCATIONS)
-    registered = DataFrame({'y': blocks.mean(), 'sem': blocks.sem()})
+    registered = DataFrame({'y': blocks.mean(), 'sem': blocks.sem(), 'n': blocks.count()})
     registered = registered.reset_index(names=['recurrent', 'n_layer'])
     registered['line'] = np.where(registered['recurrent'], 'recurrent', 'non-recurrent')
     registered['panel'] = 'registered: streams of 4,096'
@@ -167,9 +167,9 @@ def agents() -> None:
     curves = curves.dropna().merge(runs.reset_index()[['name', 'line']])
     # of DRC(3,3), DRC(1,1) and a ResNet, from the data files of AlignmentResearch/learned-planner
     known = read('paper/published_drc_by_steps').query('env_steps < 10.1e6')
-    known['line'] = known['agent'] + ', published'
+    known = known.assign(line=known['agent'] + ', published', style='--')
     known = known.rename(columns={'solve_rate_mean': 'y'}).assign(panel='eval_solve_rate')
-    points = pandas.concat([curves, known]).assign(sem=math.nan)
+    points = pandas.concat([curves.assign(style='-'), known]).assign(sem=math.nan)
     title = 'ConvGLU on Boxoban, initialized from easy levels, one seed; published: unfiltered-test'
     draw('boxoban', points, 'env_steps', ('environment steps', ''), title, to_scale=True)
 
