@@ -376,6 +376,7 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
         'n8 1.1352 0.0009 5.0',
         'smaller with recurrence in 99.2% of draws, larger in 0.3%; best L 2 with recurrence '
         '(95%: 2 to 4) and 8 without (95%: 8 to 16)',
+        'seeds 2 to 4, loss_4096: smaller with recurrence in 99.4% of draws',
         'smaller with recurrence in 96.1% of draws, larger in 0.1%',
         'n8 - r4 0.0692 0.0065 3.0',
         'n8 - r4 0.0224 0.0008 2.0',

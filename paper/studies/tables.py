@@ -98,6 +98,8 @@ def language_models() -> None:
             by_depth += [points] if step == 688 else []
             point = {'panel': 'n8 - r4', 'line': VALUES[value], 'MB': step * 0.01024}
             by_length.append(gain(part, value) | point)
+    before = long.assign(loss=long['loss_4096']).query('seed <= 4')
+    print(f'\nseeds 2 to 4, loss_4096: {best_depths(scores_of(before))[-1]}')
     blocks = depth.whole_blocks(depth.TABLE, depth.ALLOCATIONS)
     registered = DataFrame({'y': blocks.mean(), 'sem': blocks.sem(), 'n': blocks.count()})
     registered = registered.reset_index(names=['recurrent', 'n_layer'])
