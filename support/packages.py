@@ -34,7 +34,11 @@ def need(package: str, otherwise: str = '') -> types.ModuleType:
 def need_packages(**wanted: bool) -> None:
     """Raise UserError if a package with a true value is not installed:
     need_packages(wandb=True)."""
-    for name, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(name) is None:
+    for name in [name for name, is_wanted in wanted.items() if is_wanted]:
+        spec = importlib.util.find_spec(name)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+        # A folder without __init__.py can be imported, too: wandb makes one named wandb.
+        if spec is None or spec.origin is None or not places:
+            other = f' ({(places or [spec.origin])[0]} is something else)' if spec else ''
             advice = f'pip install {name}, or leave it out'
-            raise UserError(f'{name} is asked for but not installed: {advice}')
+            raise UserError(f'{name} is asked for but not installed{other}: {advice}')
