@@ -400,6 +400,18 @@ class Settings(dict):
                 report(f'{name} = {value!r}  (default {self.defaults[name]!r})')
 
 
+def check_folder(script: str) -> None:
+    """Raise UserError if a script lies in another copy of the project than this module, where an
+    edit of the modules beside the script would not be used."""
+    used = pathlib.Path(__file__).resolve().parent
+    for folder in pathlib.Path(script).resolve().parents:
+        if folder == used:
+            return
+        if (folder / 'configurator.py').exists():
+            advice = 'unset PYTHONPATH and PYTHONSAFEPATH, or restart the notebook'
+            raise UserError(f'{script}: would run with the modules of {used}: {advice}')
+
+
 def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = False) -> Settings:
     """Override the settings of a script in place and return all of them.
 
@@ -408,6 +420,7 @@ def configure(settings: dict, argv: Iterable[str] | None = None, quiet: bool = F
     script; None means those of the command line. Settings that differ from their defaults are
     printed, by rank 0 only, unless `quiet`. --help prints the settings and ends the
     script with status 0. Raises UserError."""
+    check_folder(settings['__file__'])
     script = Script(settings['__file__'], settings.get('RANGES'))
     rest = sys.argv[1:] if argv is None else list(argv)
     if '--help' in rest or '-h' in rest:
