@@ -13,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import timedelta
 
@@ -240,7 +240,14 @@ def make_update(
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
+    with ExitStack() as at_end:
+        return run(config, at_end)
+
+
+def run(config: Settings, at_end: ExitStack) -> int:
+    """Do the work of main. at_end: calls what must follow the work, or an error."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
+    at_end.callback(folder.unlock)
     if init_from and not folder.saved:
         config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or validated
@@ -346,7 +353,7 @@ def main(config: Settings) -> int:
 
     def validate() -> tuple[float, float]:
         """Return the validation loss in nats per token and in bits per byte."""
-        sums = valid.score(val_x, val_y)
+        sums = ranks.run_compiled(lambda: valid.score(val_x, val_y))
         totals = torch.cat([sums, sums.new_tensor([text_bytes])])
         if world > 1:
             dist.all_reduce(totals)
@@ -396,9 +403,10 @@ def main(config: Settings) -> int:
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # it is validated and logged again
     in_use = sorted(model.overrides)
-    folder.start(**metadata, rows=train.rows, overrides=in_use)
+    folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
 
-    stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
+    stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
+    at_end.callback(stopper.restore)
     due_to_print = ranks.Throttle()  # a line every 10 s, however large log_interval is
     saved_at, logged_at = step, folder.records[-1]['step'] if folder.records else -1
     val_seconds, stop, problem = 0.0, False, ''

@@ -25,6 +25,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from datetime import timedelta
 
@@ -314,7 +315,14 @@ def progress_line(record: dict) -> str:
 def main(config: Settings) -> int:
     """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
+    with ExitStack() as at_end:
+        return run(config, at_end)
+
+
+def run(config: Settings, at_end: ExitStack) -> int:
+    """Do the work of main. at_end: calls what must follow the work, or an error."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
+    at_end.callback(folder.unlock)
     if init_from and not folder.saved:
         config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
@@ -331,7 +339,7 @@ def main(config: Settings) -> int:
         need_packages(tensorboard=tensorboard, wandb=wandb)
     board_class = SokobanEnv
     if env == 'jumanji' and not eval_only:
-        need_packages(jumanji=True, jax=True)
+        need_packages(jumanji=True, jax=True, gymnasium=True)
         board_class = JumanjiEnv
 
     rank, world, device_ = ranks.join_ranks(device, threads)
@@ -373,8 +381,13 @@ def main(config: Settings) -> int:
     levels_crc = None if eval_only else zlib.crc32(train_levels)
     ranks.compare_ranks(folder.step, eval_crc, levels_crc)
 
+    def evaluate_agent() -> dict[str, float]:
+        return ranks.run_compiled(
+            lambda: evaluate(model, eval_levels, device_, time_limit=time_limit)
+        )
+
     if eval_only:
-        result = evaluate(model, eval_levels, device_, time_limit=time_limit)
+        result = evaluate_agent()
         metadata = {'step': folder.step, 'levels': eval_line, 'n': len(eval_levels)}
         print0(
             f'{out_dir}, update {metadata["step"]:,}: solved {result["solve_rate"]:.1%} of '
@@ -471,7 +484,8 @@ def main(config: Settings) -> int:
         ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
     folder.start(**metadata)
 
-    stopper = Stopper()  # turns ctrl-C and SIGTERM into a flag
+    stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
+    at_end.callback(stopper.restore)
     due_to_print = ranks.Throttle()  # a line every 10 s, however large log_interval is
     saved_at, logged_at = step, folder.records[-1]['step'] if folder.records else -1
     unread = []  # episodes (T, 3, B) of each update after the last read, on the device
@@ -526,7 +540,7 @@ def main(config: Settings) -> int:
             due_to_print(restart=True)
             ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
         if due and step > logged_at:
-            result = evaluate(model, eval_levels, device_, time_limit=time_limit)
+            result = evaluate_agent()
             record |= {f'eval_{name}': x for name, x in result.items()}
             print0(f'evaluation: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}')
             if step == 0:

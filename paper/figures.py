@@ -53,7 +53,8 @@ CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
-    'command code commit torch device_name world rows starts wandb_id'
+    'command code commit torch device_name world rows starts wandb_id wandb_folder '
+    'triton_overrides'
 ).split()
 AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
 # Names in the order of the paper's figures; any others follow by alphabet.

@@ -11,7 +11,8 @@
 
 A run is the folder out/PLAN/NAME, named after the axes of the plan. Its trainer knows whether to
 start, to resume or to do nothing (--resume=auto), so that a sweep keeps nothing else. What a run
-prints is in its stdout.txt. After a ctrl-C or SIGTERM the runs save, and the same line resumes.
+prints is in its stdout.txt. After a ctrl-C, SIGTERM or SIGUSR1 the runs save, and the same line
+resumes.
 
 --vary gives an axis of the plan other values. Any other setting, behind --vary or behind `--`, is a
 new axis, and the runs are complete in a folder of their own, out/PLAN-SETTING/NAME; so are those of
@@ -32,7 +33,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from signal import SIGTERM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/sweep.py
 
@@ -57,7 +57,7 @@ from paper.plans import (
     vary,
 )
 from support.ranks import Throttle, print0
-from support.run_folder import PER_CALL, Stopper, script_checksum, settings_of
+from support.run_folder import PER_CALL, STOP_SIGNALS, Stopper, script_checksum, settings_of
 
 # Settings that a trainer may take from the weights in init_from.
 MODEL_SETTINGS = (*AGENT_SETTINGS, 'tokenizer', *(field.name for field in fields(ModelConfig)))
@@ -303,7 +303,8 @@ def outcome(process: subprocess.Popen, folder: Path) -> str:
     text = (folder / 'stdout.txt').read_text(encoding='utf-8', errors='replace')
     text = text.rpartition(shlex.join(process.args))[2]
     printed = re.split('(?m)^.*torch/distributed/elastic', text)[0].strip()
-    is_stopped = process.returncode in (-SIGTERM, 128 + SIGTERM) or 'SignalException' in text
+    number = -process.returncode if process.returncode < 0 else process.returncode - 128
+    is_stopped = number in STOP_SIGNALS or 'SignalException' in text
     if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
         return 'stopped'
     line = printed.rpartition('\n')[2] or 'it printed nothing'

@@ -94,10 +94,10 @@ def temporary_name(path: pathlib.Path) -> str:
     return f'.{path.name}.{secrets.token_hex(4)}.tmp'
 
 
-def remove_temporary(folder: Path) -> None:
-    """Remove what killed processes have left of `write_atomic` and `replacing`. No other process
-    may be writing into the folder."""
-    for path in pathlib.Path(folder).glob(f'.*.{8 * "[0-9a-f]"}.tmp'):
+def remove_temporary(folder: Path, name: str = '*') -> None:
+    """Remove what killed processes have left of `write_atomic` and `replacing`, for all files of
+    the folder or for one. No other process may be writing them."""
+    for path in pathlib.Path(folder).glob(f'.{name}.{8 * "[0-9a-f]"}.tmp'):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 

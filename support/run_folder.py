@@ -8,7 +8,7 @@ script reads it, and nothing else, to know what a run was.
     best/              the best model so far, as an export (export.py)
 
 A resumed run has the settings that it was started with. `--key=value` on the command line changes
-those that are not in `fixed`; config files may be given again and change nothing.
+those that are not in `fixed`; config files that are given again change nothing.
 
 The log and the checkpoints are the run. Trackers may fail at any time: they are then switched off.
 
@@ -64,8 +64,7 @@ from support.ranks import device_name, out_of_memory, print0, warn
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
-MARK = '.run'  # names the last process that used the folder; a folder without it holds no run
-LOCK = '.lock'  # locked by filelock while a run uses the folder
+LOCK = '.lock'  # locked by filelock while a run uses the folder, and names its process
 # FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
 PEAK_FLOPS = {
     'H100 PCIe': 756e12,
@@ -82,8 +81,6 @@ RUN_FILES = (
     *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
     *('eval_*.json', 'events.out.tfevents.*'),
 )
-# Environment variables that count restarts: of this command by torchrun, of the job by Slurm.
-RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 # Settings of a single call, which a resumed run does not take from its checkpoint.
 PER_CALL = ('out_dir', 'resume', 'overwrite', 'eval_only')
 # A run has found values for these; 'auto' and 0 stand for them when it is resumed.
@@ -312,7 +309,8 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 class RunFolder:
-    """The folder of a run that a trainer starts, resumes or only evaluates.
+    """The folder of a run that a trainer starts, resumes or only evaluates. It is locked until
+    `unlock` or `finish`.
 
     saved: the checkpoint to resume from or to evaluate, or None; path_of_saved: its file; step: its
     number of updates, 0 for a new run; records: the log up to it; finished: whether the run had
@@ -331,12 +329,15 @@ class RunFolder:
         self.saved, self.step, self.records, self.finished = None, 0, [], False
         self.changes = {}  # of settings, by a resumed run
         self.trackers = {}
+        self.file_lock = None
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
         self.command = shlex.join(['python', name, *sys.argv[1:]])
         self.code = code_record(script) if self.rank == 0 else {}
         self.metadata = {'script': name, 'command': self.command, 'code': self.code}
         self.metadata['script_path'] = os.path.abspath(script)
+        if PROJECT not in pathlib.Path(script).resolve().parents:
+            print0(f'{script}: runs with the modules of {PROJECT}')
         has_run = any((self.path / name).exists() for name in (LAST, PREV))
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:
@@ -346,26 +347,37 @@ class RunFolder:
             if self.rank == 0:
                 self.lock()  # before the checkpoint is read, so that nobody saves after that
         if resume or config['eval_only']:
-            self.load(fixed)
+            try:
+                self.load(fixed)
+            except BaseException:
+                self.unlock()
+                raise
         config.show(print0)
+
+    def files(self) -> list[pathlib.Path]:
+        """Return what a run has written into the folder, even links to what is gone."""
+        found = self.path.iterdir() if self.path.is_dir() else ()
+        return [path for path in found if any(path.match(name) for name in RUN_FILES)]
 
     def check(self, resume: bool, has_run: bool) -> None:
         """Raise UserError if a run must not be started or resumed here."""
-        written = [path for name in RUN_FILES for path in self.path.glob(name)]
+        written = [path for path in self.files() if path.exists()]
         replace = 'replace it with --overwrite=True'
         if resume and not has_run:
             advice = f'; {replace}' if written else ''
             raise UserError(f'{self.path}: holds no trained run, there is no {LAST}{advice}')
-        if written and not resume and not (self.path / MARK).exists():
+        if written and not resume and 'script' not in settings_of(self.path):
             advice = 'choose another out_dir, or move it away'
             raise UserError(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
-        if resume:
-            return
         if self.config['overwrite']:
-            if written and any(int(os.environ.get(name) or 0) for name in RESTARTS):
-                advice = 'use --resume=auto instead'
-                reason = 'after a restart --overwrite=True would delete the run'
-                raise UserError(f'{self.path}: {reason}: {advice}')
+            return
+        for path in (self.path / LAST, self.path / BEST):
+            if not path.resolve().parent.exists() and path.is_symlink():
+                advice = 'remove the link, or mount its disk'
+                raise UserError(
+                    f'{path}: a link to {path.readlink()}, which is not there: {advice}'
+                )
+        if resume:
             return
         if has_run:
             advice = f'continue it with --resume=True, or {replace}'
@@ -375,21 +387,31 @@ class RunFolder:
             raise UserError(f'{self.path}: holds a run without a checkpoint: {replace}')
 
     def lock(self) -> None:
-        """Lock the folder until this process ends. Raises UserError if another process has it."""
-        mark = self.path / MARK
+        """Lock the folder. Raises UserError if another run has it."""
+        path = self.path / LOCK
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.file_lock = filelock.FileLock(self.path / LOCK)
+            self.file_lock = filelock.FileLock(path)
             self.file_lock.acquire(blocking=False)
-            mark.write_text(f'process {os.getpid()} on {platform.node()}\n')
+            if isinstance(self.file_lock, filelock.UnixFileLock):  # others name the process
+                path.write_text(f'{os.getpid()}\n{platform.node()}\n')
         except filelock.Timeout:
-            text = mark.read_text(errors='replace') if mark.exists() else 'it has just started'
-            holder = text[:200].strip()
+            holder = ' on '.join(path.read_text(errors='replace').split()[:2])
             advice = 'wait for its end, stop it, or choose another out_dir'
-            raise UserError(f'{self.path}: another run is using it ({holder}): {advice}') from None
+            raise UserError(
+                f'{self.path}: another run is using it (process {holder}): {advice}'
+            ) from None
         except OSError as error:
             reason = 'it is a file' if self.path.is_file() else error.strerror
+            for link in (self.path, *self.path.parents):
+                if link.is_symlink() and not link.exists():
+                    reason = f'{link} is a link to {link.readlink()}, which is not there'
             raise UserError(f'{self.path}: cannot be the folder of a run: {reason}') from None
+
+    def unlock(self) -> None:
+        """Unlock the folder, also after an error, because a notebook goes on after that."""
+        if self.file_lock is not None:
+            self.file_lock.release()
 
     def load(self, fixed: tuple) -> None:
         """Load the checkpoint and take its settings, except those that the command line changes.
@@ -400,37 +422,46 @@ class RunFolder:
         self.path_of_saved = path
         if path.name == PREV:
             self.keep = None  # the last checkpoint is damaged
-        before, metadata = self.saved['config'], self.saved.get('metadata', {})
+        before = self.saved['config']
+        metadata = self.saved.get('metadata') or self.saved.get('about', {})  # the former name
         if not is_export and metadata.get('script') != self.metadata['script']:
             if not set(fixed) <= before.keys():
                 raise UserError(f'{path}: was written by {metadata.get("script")}, another trainer')
         if self.rank == 0 and 'code' in metadata:
             self.compare_code(metadata)
+        if config.from_files:
+            print0(f'{path}: has the settings of the run; the config files are ignored')
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
             old = tuple(old) if isinstance(old, list) else old  # from JSON
             given = config.from_command_line.get(name, old)
             given = old if given == RESOLVED.get(name) else given
-            from_file = config.from_files.get(name, old)
-            # A file may be given again; another one, with other values, must not pass unnoticed.
-            is_another = from_file not in (old, self.saved.get('from_files', {}).get(name))
-            if name in fixed and (given != old or is_another):
+            if name in fixed and given != old:
                 advice = 'a resumed run keeps it: leave it out, or give another out_dir'
                 raise UserError(f'{path}: was trained with {name} = {old!r}: {advice}')
-            if is_another and name not in config.from_command_line:
-                print0(f'{name} = {from_file!r} in the config file is not used: it stays {old!r}')
             if given != old:
                 print0(f'{name} = {given!r}  (the run had {old!r})')
                 changes[name] = given
             with restoring(path):
                 config[name] = convert(given, config.defaults[name])
-        config.from_files = self.saved.get('from_files', {})
+        self.warn_of_threads()
         self.step = self.saved['step']
         self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
         self.finished = is_finished(self.path)
         self.changes = changes
         self.metadata = {**self.metadata, **metadata}  # how the run was started
+
+    def warn_of_threads(self) -> None:
+        """Print a line if a resumed run keeps a number of threads that does not fit here."""
+        threads, cores = self.config['threads'], len(os.sched_getaffinity(0))
+        wanted = os.environ.get('OMP_NUM_THREADS', str(threads))
+        if self.config.from_command_line.get('threads') or not threads:
+            return
+        if threads > cores or wanted != str(threads):
+            reason = f'{cores} cores' if threads > cores else f'OMP_NUM_THREADS = {wanted}'
+            advice = '--threads=N changes it, and rounding'
+            print0(f'threads = {threads}, as at the start of the run, despite {reason}: {advice}')
 
     def compare_code(self, metadata: dict) -> None:
         """Print a line if the run was started by another trainer, and one if the code has changed
@@ -447,22 +478,28 @@ class RunFolder:
     def start(self, **metadata: object) -> None:
         """Write config.json, with `metadata` the machine; remove the run that is replaced, or the
         log lines after the step at which a run resumes; open the trackers. config.json has the
-        machine of the first start, and a list of all starts."""
+        code and the machine of the first start, and a list of all starts."""
         if self.rank > 0:
             return
         remove_temporary(self.path)
-        if self.config['overwrite']:
-            for path in [path for name in RUN_FILES for path in self.path.glob(name)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        lines = [f'{json.dumps(record)}\n' for record in self.records]
-        write_text(''.join(lines), self.path / 'log.jsonl')
+        for path in [(self.path / name).resolve() for name in (LAST, BEST)]:  # of links
+            remove_temporary(path.parent, path.name)
         this = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
         this['changes'] = self.changes
         starts = [*self.metadata.get('starts', []), this]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
+        self.write_config()  # first: without it, other files are not taken for those of a run
+        for path in self.files() if self.config['overwrite'] else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != CONFIG:
+                path.unlink()
+        lines = [f'{json.dumps(record)}\n' for record in self.records]
+        write_text(''.join(lines), self.path / 'log.jsonl')
         first_step = self.step + 1 if self.records else None
         self.trackers = open_trackers(self.config, self.metadata, first_step)
-        self.write_config()
+        if self.trackers:
+            self.write_config()  # with the id of a tracker's run
 
     def write_config(self, **more: object) -> None:
         """Write config.json."""
@@ -490,8 +527,7 @@ class RunFolder:
         """Save a checkpoint, completely or not at all; the one before it stays as prev.pt."""
         if self.rank > 0:
             return
-        config = self.config
-        saved = {'config': dict(config), 'from_files': config.from_files, 'metadata': self.metadata}
+        saved = {'config': dict(self.config), 'metadata': self.metadata}
 
         def write(file):
             try:
@@ -502,7 +538,14 @@ class RunFolder:
                     raise error.__context__ from None
                 raise
 
-        write_atomic(self.path / LAST, write, self.keep)
+        path, keep = self.path / LAST, self.keep
+        if is_link := path.is_symlink():  # to a larger disk, where both checkpoints stay
+            path = path.resolve()
+            keep = keep and f'{path.name}.{PREV}'
+        write_atomic(path, write, keep)
+        if is_link and keep:
+            (self.path / PREV).unlink(missing_ok=True)
+            (self.path / PREV).symlink_to(path.with_name(keep))
         self.keep = PREV
 
     def save_best(self, model: torch.nn.Module, **metadata: object) -> None:
@@ -516,7 +559,7 @@ class RunFolder:
                 warn(f'best/ keeps the earlier model, if any: {error}')
 
     def finish(self, is_finished: bool) -> None:
-        """Close the trackers and release the folder; is_finished: the run has done all its updates,
+        """Close the trackers and unlock the folder; is_finished: the run has done all its updates,
         so that `--resume=auto` and sweeps leave it alone."""
         if self.rank > 0:
             return
@@ -527,7 +570,7 @@ class RunFolder:
                 close()
             except Exception as error:  # noqa: BLE001  a tracker must never end a run
                 warn(f'{name}: {first_line(error)}')
-        self.file_lock.release()
+        self.unlock()
 
 
 # ---- trackers ----
@@ -568,8 +611,8 @@ def open_tensorboard(config: dict, metadata: dict, first_step: int | None) -> tu
 
 
 def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
-    """Return write(record) and close() for a run of Weights & Biases, which a resumed run goes on
-    with."""
+    """Return write(record) and close() for a run of Weights & Biases, with which a resumed run goes
+    on. A copy of a run's folder gets a run of its own."""
     import wandb
 
     options = {
@@ -577,10 +620,18 @@ def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
         'name': config['out_dir'],
         'config': dict(config),
     }
-    if first_step is not None and 'wandb_id' in metadata:
-        options |= {'id': metadata['wandb_id'], 'resume': 'allow'}
+    path, former = os.path.realpath(config['out_dir']), metadata.get('wandb_id')
+    if first_step is not None and former and 'WANDB_RUN_ID' not in os.environ:
+        folder = metadata.get('wandb_folder', path)
+        if folder == path:
+            options |= {'id': former, 'resume': 'allow'}
+        else:
+            advice = (
+                f'if it was only moved, WANDB_RUN_ID={former} WANDB_RESUME=allow keeps {former}'
+            )
+            print0(f'wandb: a new run, because {path} is a copy of {folder}; {advice}')
     run = wandb.init(dir=config['out_dir'], **options)
-    metadata['wandb_id'] = run.id
+    metadata |= {'wandb_id': run.id, 'wandb_folder': path}
 
     def write(record: dict) -> None:
         run.log(numbers_in(record), step=record['step'])
@@ -591,9 +642,17 @@ def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
 # ---- signals ----
 
 
+# Signals that ask a program to stop. A closed terminal sends SIGHUP (not under nohup), and batch
+# systems one of the last three, some minutes before they kill a job.
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
+
+
 class Stopper:
-    """Turn SIGTERM, ctrl-C and SIGHUP (a closed terminal; not under nohup) into a flag. The loop
-    reads `stopper.signal` (None, or the signal's number) between updates, saves and ends.
+    """Turn STOP_SIGNALS into a flag, until `restore` is called. The loop reads
+    `stopper.signal` (None, or the signal's number) between updates, saves and ends.
 
     A second ctrl-C raises KeyboardInterrupt at once. Under torchrun each ctrl-C arrives twice, from
     the terminal and from the launcher, so that a second one within a second is ignored. The ranks
@@ -603,9 +662,18 @@ class Stopper:
     def __init__(self):
         self.signal = None
         self.time = 0.0  # of the first signal
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
+        self.handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in self.handlers.items():
+            # A library, such as NCCL, may use one of the last three for something else.
+            is_ours = number in STOP_SIGNALS[:3] and handler != signal.SIG_IGN
+            if is_ours or handler == signal.SIG_DFL:
                 signal.signal(number, self.handle)
+
+    def restore(self) -> None:
+        """Restore the former handlers, because a notebook goes on after a run."""
+        for number, handler in self.handlers.items():
+            if handler is not None:  # one that Python did not install
+                signal.signal(number, handler)
 
     def handle(self, number: int, frame: object) -> None:
         """Set the flag."""

@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason='runs with pytest --long'))
 
 
-HANDLERS = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+STOPS = ('SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU')
+HANDLERS = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in STOPS}
 
 
 @pytest.fixture(autouse=True)

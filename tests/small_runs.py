@@ -112,6 +112,7 @@ class StopAt:
 
     def __init__(self, n):
         self.n, self.updates = n, 0
+        self.restore = lambda: None
 
     @property
     def signal(self):

@@ -3,9 +3,11 @@ signals."""
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,19 +85,45 @@ def contents_of(folder):
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path, capsys):
-    """Config files may be given again. What has been edited in them since is not used."""
+    """Config files may be given again, edited or not. They are ignored, with a line."""
     train(tmp_path, from_files={'n_layer': 3, 'max_iters': 5}, n_layer=4)
     edited = {'n_layer': 3, 'max_iters': 7}
     config = open_folder(tmp_path, from_files=edited, resume=True).config
     assert (config['n_layer'], config['max_iters']) == (4, 5)
-    assert 'max_iters = 7 in the config file is not used' in capsys.readouterr().out
+    assert capsys.readouterr().out.count('the config files are ignored') == 1
 
 
-@pytest.mark.parametrize('settings', [{'n_layer': 2}, {'from_files': {'n_layer': 2}}], ids=str)
-def test_a_resumed_run_refuses_a_change_of_a_fixed_setting(tmp_path, settings):
+def test_a_resumed_run_refuses_a_change_of_a_fixed_setting(tmp_path):
+    """The folder is free again then, although the error is kept, as in a notebook."""
     train(tmp_path, n_layer=4)
     message = 'was trained with n_layer = 4'
-    assert_refused(message, open_folder, tmp_path, resume=True, **settings)
+    with pytest.raises(UserError, match=message) as error:
+        open_folder(tmp_path, resume=True, n_layer=2)
+    open_folder(tmp_path, resume=True)
+    assert error.traceback
+
+
+THREADS = [  # OMP_NUM_THREADS, cores, changed settings, what is printed; the run had 2
+    (None, 2, {}, None),
+    ('2', 4, {}, None),
+    ('1', 4, {}, 'despite OMP_NUM_THREADS = 1'),
+    (None, 1, {'threads': 0}, 'despite 1 cores'),
+    ('1', 1, {'threads': 2}, None),
+]
+
+
+@pytest.mark.parametrize('omp, cores, changes, line', THREADS)
+def test_a_number_of_threads_that_does_not_fit_is_kept_and_named(
+    tmp_path, monkeypatch, capsys, omp, cores, changes, line
+):
+    train(tmp_path)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(cores))
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    if omp:
+        monkeypatch.setenv('OMP_NUM_THREADS', omp)
+    assert open_folder(tmp_path, resume=True, **changes).config['threads'] == 2
+    printed = capsys.readouterr().out
+    assert line in printed if line else 'despite' not in printed
 
 
 def test_all_starts_are_recorded_and_printed_with_their_changes(tmp_path, capsys):
@@ -240,7 +268,7 @@ def test_a_resumed_run_keeps_the_log_up_to_its_checkpoint(tmp_path):
     (tmp_path / '.last.pt.0f0f0f0f.tmp').write_text('half')
     train(tmp_path, steps=4, resume=True)
     assert [r['step'] for r in log_of(tmp_path)] == [0, 1, 2, 3, 4]
-    assert names_in(tmp_path) == ['.lock', '.run', 'config.json', LAST, 'log.jsonl']
+    assert names_in(tmp_path) == ['.lock', 'config.json', LAST, 'log.jsonl']
 
 
 def test_the_log_is_standard_json(tmp_path):
@@ -262,7 +290,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_pat
     assert contents_of(tmp_path) == before  # until the run really starts
     (tmp_path / 'notes.txt').write_text('mine')
     folder.start()
-    assert names_in(tmp_path) == ['.lock', '.run', 'config.json', 'log.jsonl', 'notes.txt']
+    assert names_in(tmp_path) == ['.lock', 'config.json', 'log.jsonl', 'notes.txt']
     assert log_of(tmp_path) == []
 
 
@@ -282,17 +310,6 @@ def test_a_finished_run_whose_checkpoints_were_removed_is_not_replaced_by_auto(t
     assert contents_of(tmp_path) == before
 
 
-@pytest.mark.parametrize('name', ['TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT'])
-def test_a_restarted_command_does_not_replace_its_own_run(tmp_path, monkeypatch, name):
-    monkeypatch.setenv(name, '0')
-    train(tmp_path, overwrite=True)
-    monkeypatch.setenv(name, '1')
-    before = contents_of(tmp_path)
-    assert_refused('after a restart', open_folder, tmp_path, overwrite=True)
-    assert contents_of(tmp_path) == before
-    assert train(tmp_path, resume='auto').step == 3
-
-
 @pytest.mark.parametrize('name', ['log.jsonl', 'config.json', LAST, 'best', 'loss.png'])
 def test_files_that_no_run_wrote_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text('of another program')
@@ -301,12 +318,63 @@ def test_files_that_no_run_wrote_are_left_alone(tmp_path, name):
     assert names_in(tmp_path) == [name]
 
 
+def test_a_run_that_is_killed_while_it_starts_can_be_replaced(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_folder, 'open_trackers', Mock(side_effect=KeyboardInterrupt))
+        train(tmp_path)
+    (tmp_path / '.lock').unlink()  # the process is gone
+    train(tmp_path, overwrite=True)
+
+
+def test_links_in_a_folder_that_is_replaced_go_and_their_targets_stay(tmp_path):
+    """Also a link to what is gone."""
+    folder, disk = tmp_path / 'run', tmp_path / 'disk'
+    train(folder)
+    disk.mkdir()
+    (disk / 'notes.txt').write_text('mine')
+    (folder / 'best').symlink_to(disk)
+    (folder / 'curve.png').symlink_to(disk / 'gone.png')
+    train(folder, overwrite=True)
+    assert names_in(folder) == ['.lock', 'config.json', LAST, 'log.jsonl', PREV]
+    assert names_in(disk) == ['notes.txt']
+
+
+def test_a_linked_checkpoint_stays_where_the_link_leads(tmp_path):
+    folder, disk = tmp_path / 'run', tmp_path / 'disk'
+    disk.mkdir()
+    train(folder)
+    (folder / LAST).rename(disk / 'last_of_run.pt')
+    (folder / LAST).symlink_to('../disk/last_of_run.pt')
+    (disk / '.last_of_run.pt.0f0f0f0f.tmp').write_text('of a save that was killed')
+    (disk / '.another.pt.0f0f0f0f.tmp').write_text('of another run')
+    train(folder, steps=5, saves=(4, 5), resume=True)
+    assert all((folder / name).is_symlink() for name in (LAST, PREV))
+    assert [load_checkpoint(folder / name)['step'] for name in (LAST, PREV)] == [5, 4]
+    files = ['.another.pt.0f0f0f0f.tmp', 'last_of_run.pt', 'last_of_run.pt.prev.pt']
+    assert names_in(disk) == files
+    (disk / 'last_of_run.pt').unlink()  # as between the two renames of a save
+    assert load_last(folder)[0]['step'] == 4
+
+
+def test_links_to_a_disk_that_is_gone_are_named_before_a_run_starts(tmp_path):
+    gone = tmp_path / 'gone'
+    (tmp_path / 'link').symlink_to(gone)
+    for path in (tmp_path / 'link', tmp_path / 'link/run'):
+        message = (
+            f'cannot be the folder of a run: {tmp_path}/link is a link to {gone}, which is not'
+        )
+        assert_refused(message, open_folder, path) if path.parent.exists() else None
+    for name in (LAST, 'best'):
+        folder = tmp_path / f'run_{name}'
+        folder.mkdir()
+        (folder / name).symlink_to(gone / name)
+        assert_refused(f'{folder / name}: a link to {gone / name}', open_folder, folder)
+
+
 def test_a_folder_holds_one_run_at_a_time(tmp_path):
     folder = open_folder(tmp_path)
     message = f'another run is using it \\(process {os.getpid()} on .*\\): wait'
     assert_refused(message, open_folder, tmp_path)
-    (tmp_path / '.run').unlink()  # as between the two lines that start a run
-    assert_refused('another run is using it .it has just started', open_folder, tmp_path)
     folder.finish(False)
     open_folder(tmp_path)
 
@@ -316,6 +384,7 @@ def test_a_killed_run_can_be_replaced_where_files_cannot_be_locked(tmp_path, mon
     """Then the file of the lock is the lock: it names the process that is gone."""
     monkeypatch.setattr(fcntl, 'flock', Mock(side_effect=OSError(errno.ENOSYS, 'no flock')))
     folder = open_folder(tmp_path)
+    folder.start()
     folder.save(step=1)
     assert_refused('another run is using it', open_folder, tmp_path, resume=True)
     folder.finish(False)
@@ -359,7 +428,7 @@ def test_a_save_that_fails_leaves_a_whole_checkpoint(tmp_path, monkeypatch, fail
     folder.save(step=4)
     assert load_checkpoint(tmp_path / LAST)['step'] == 4
     assert load_checkpoint(tmp_path / PREV)['step'] == step_left
-    assert names_in(tmp_path) == ['.lock', '.run', LAST, PREV]
+    assert names_in(tmp_path) == ['.lock', LAST, PREV]
 
 
 def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsys):
@@ -454,7 +523,52 @@ def test_both_trackers_follow_a_run_that_is_resumed(tmp_path, monkeypatch, capfd
     assert len(ids) == 1 and 'warning: ' not in capfd.readouterr().err
 
 
+def test_a_copy_of_a_run_is_a_new_run_of_weights_and_biases(tmp_path, monkeypatch, capsys):
+    """A line says how a folder that was moved keeps the old one. A link to a folder is no copy."""
+    wandb, steps = Mock(), itertools.count(4)
+    wandb.init.side_effect = [Mock(id=name) for name in 'abcdefg']
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+
+    def resume(path):
+        """Resume a run; return the id that it asks for, and the line about it."""
+        step = next(steps)
+        train(path, steps=step, saves=(step,), resume=True)
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if 'wandb: ' in x] or [None]
+        return wandb.init.call_args.kwargs.get('id'), line
+
+    train(tmp_path / 'run', wandb=True)
+    assert resume(tmp_path / 'run') == ('a', None)
+    (tmp_path / 'link').symlink_to(tmp_path / 'run')
+    assert resume(tmp_path / 'link') == ('b', None)
+    shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
+    new, line = resume(tmp_path / 'copy')
+    assert new is None and 'if it was only moved, WANDB_RUN_ID=c WANDB_RESUME=allow keeps c' in line
+    assert resume(tmp_path / 'copy') == ('d', None)
+    (tmp_path / 'copy').rename(tmp_path / 'moved')
+    monkeypatch.setenv('WANDB_RUN_ID', 'e')
+    assert resume(tmp_path / 'moved') == (None, None)
+
+
 # ---- signals
+
+
+@pytest.mark.parametrize('name', ['SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'])
+def test_signals_that_mean_stop_soon_set_the_flag_until_the_handlers_are_restored(name):
+    """A library's handler stays."""
+    number = getattr(signal, name)
+    stopper = Stopper()
+    os.kill(os.getpid(), number)
+    assert stopper.signal == number
+    stopper.restore()
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_the_handler_of_a_library_stays():
+    received = []
+    signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    stopper = Stopper()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stopper.signal is None and received == [signal.SIGUSR1]
 
 
 def press_ctrl_c():
@@ -505,7 +619,7 @@ def test_a_run_writes_its_log_config_picture_checkpoints_and_best_model(data, tm
     assert run_lm(data, tmp_path, plot=True) == 0
     best = {f'best/{name}' for name in ('model.safetensors', 'config.json', 'README.md')}
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob('*') if p.is_file()}
-    assert files == {'config.json', 'log.jsonl', 'loss.png', LAST, PREV, '.lock', '.run', *best}
+    assert files == {'config.json', 'log.jsonl', 'loss.png', LAST, PREV, '.lock', *best}
     config = settings_of(tmp_path)
     assert (config['device'], config['dtype'], config['threads']) == ('cpu', 'float32', 1)
     assert config['rows'] == 8 and config['finished']

@@ -283,6 +283,8 @@ TORCHRUN = 'E1125 21:09:39 12522 torch/distributed/elastic/api.py:1002] failed\n
         (1, f'step 3\n{TORCHRUN}SignalException: 15\n', 'stopped'),
         (143, 'Traceback (most\nOSError: full\n', 'FAILED (exit status 143): OSError: full'),
         (-15, 'importing', 'stopped'),
+        (-signal.SIGUSR1, 'importing', 'stopped'),
+        (128 + signal.SIGUSR2, 'step 3\n', 'stopped'),
     ],
 )
 def test_what_became_of_a_run(tmp_path, status, printed, expected):
@@ -326,16 +328,17 @@ def test_long_and_strange_values_have_folders_of_their_own(main, fake):
     assert len(list(Path('out').glob('*/*/log.jsonl'))) == 3
 
 
-def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(main, fake):
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGUSR1], ids=str)
+def test_a_signal_saves_the_runs_and_the_next_call_resumes_them(main, fake, number):
     folders = fake(n_layer=[1, 2, 4], pause=0.1, max_iters=30)
 
     def interrupt():
         wait_for(lambda: all(len(log_of(folder)) > 3 for folder in folders[:2]))
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
     status, out = main('fake', '--run', '--workers=2')
-    assert status == 128 + signal.SIGINT and out.count(': stopped\n') == 2
+    assert status == 128 + number and out.count(': stopped\n') == 2
     assert not any(map(is_finished, folders)) and not folders[2].exists()
     assert f' {log_of(folders[0])[-1]["step"]} of 30 ' in main('fake')[1]
     assert main('fake', '--run', '--workers=2')[0] == 0
@@ -362,7 +365,7 @@ def test_the_expected_time_follows_from_seconds_per_flop(fake):
 def kill(folder):
     """Kill the run in a folder, by the process that its lock names, once it has a checkpoint."""
     wait_for(lambda: (folder / 'last.pt').exists())
-    os.kill(int(re.search(r'process (\d+)', (folder / '.run').read_text())[1]), signal.SIGKILL)
+    os.kill(int((folder / '.lock').read_text().split()[0]), signal.SIGKILL)
 
 
 def test_real_trainers_are_run_side_by_side_and_a_killed_run_resumes(

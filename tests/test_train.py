@@ -103,7 +103,7 @@ def test_states_are_carried_and_reset(data, trained, tmp_path):
 RESUMED = [  # settings, signal
     ({'batch_size': 4, 'reset_every': 3, **ROUTED}, signal.SIGTERM),
     ({'recurrent': False}, signal.SIGHUP),
-    (LSTM, signal.SIGTERM),
+    (LSTM, signal.SIGUSR1),
 ]
 
 
@@ -120,7 +120,7 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings, number):
         os.kill(os.getpid(), number)
         return real(*args)
 
-    signal.signal(number, lambda *_: None)  # neither the default nor ignored, as under nohup
+    signal.signal(number, signal.SIG_DFL)  # not ignored, as under nohup
     with monkeypatch.context() as patch:
         patch.setattr(stream.Stream, 'score', score)
         assert run_lm(data, b, **settings) == 128 + number
@@ -133,6 +133,36 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings, number):
     assert resume(b) == 0
     assert_equal(last_of(a), last_of(b))
     assert_equal(read_log(a), read_log(b))
+
+
+def test_after_an_error_a_notebook_can_resume_the_run(data, tmp_path, monkeypatch):
+    """The error is kept, as a notebook keeps its last one. Folder and signals are free."""
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as error:
+        patch.setattr(train_lm.Loader, 'next', lambda self: 1 / 0)
+        run_lm(data, tmp_path)
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert run_lm(data, tmp_path, overwrite=True, max_iters=1) == 0
+    assert resume(tmp_path, '--max_iters=2') == 0
+    assert error.traceback
+
+
+def test_a_compiler_that_dies_in_a_validation_does_not_end_the_run(
+    data, tmp_path, monkeypatch, capsys
+):
+    """As by a SIGTERM for all processes of a job."""
+
+    def compiled(function):
+        def call(*args):
+            if (tmp_path / 'config.json').exists():  # after the trials
+                raise RuntimeError('g++ was killed')
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(compiling, 'compiled', compiled)
+    assert run_lm(data, tmp_path, compile=True, max_iters=1) == 0
+    assert capsys.readouterr().out.count('running uncompiled (RuntimeError: g++ was killed)') == 1
 
 
 BEST = [  # losses of the validations after updates 0, 4, 6, 8 and 12, changed setting, best update
