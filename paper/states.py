@@ -50,35 +50,29 @@ import math
 import os
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/states.py
 
 from configurator import UserError, run_script
 
 import pandas
 import torch
-from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 from torch import Tensor
 
 from data_states import HELD_OUT, MOVES, chains, likeliest
 from lstm import LSTM
 from model import EVAL_CHUNK, LanguageModel, State
-from paper.figures import (
-    COLORS,
-    chart,
-    name_cells,
-    runs,
-    save_figure,
-    save_table,
-    summarize,
-    varied,
-)
+from paper.figures import name_cells, runs, save_table, summarize, varied
 from paper.sweep import Parser, matching, path
 from sample import load_model
 from support.files import write_text
 from support.loader import read_meta
+from support.plots import COLORS, Figure, chart, save_figure
 from support.ranks import pick_device
 
 STREAMS = 100
@@ -274,8 +268,9 @@ def draw(scores: DataFrame) -> Figure:
     floors = scores.drop_duplicates(['panel', 'length']).assign(line=FLOOR)
     floors['accuracy'] = floors['floor']
     points = pandas.concat([summarize(x, by, 'accuracy') for x in (scores, floors)])
+    points.loc[points['line'] == FLOOR, 'n'] = math.nan  # it has no seeds
     labels = 'moves since an arrangement was last shown', 'right arrangements'
-    figure = chart(points, 'length', 'accuracy', labels, TITLE, to_scale=True)
+    figure = chart(points, 'length', 'accuracy', labels, TITLE, 'sem', to_scale=True)
     for axes, (_, part) in zip(figure.axes, scores.groupby('panel', sort=False), strict=True):
         most, last = part.loc[~part['beyond'], 'length'].max(), part['length'].max()
         axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
@@ -292,7 +287,7 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.states', None, __doc__, formatter_class=form)
     add = parser.add_argument
-    add('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
+    add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
     add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
     add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')
     add('--erase', choices=['s', 'caches'], default='', help='part of the state to erase')
