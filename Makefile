@@ -1,5 +1,6 @@
 # make demo          sample a shipped language model, train a small one on a CPU, and sample it
 # make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and a game
+# make demo-states   train two models to track states, with and without recurrence, draw both curves
 # make gpu           on a GPU: run its tests, then measure the speed tables
 # make check-edit ARGS="--z_loss=0.01"   check an edit of the models in every mode, end to end
 # make test          run the tests on two cores, rare cases in a short form
@@ -25,6 +26,11 @@ demo-sokoban: .venv/runtime
 	$(RANKS) train_sokoban.py config/sokoban_demo.py --threads=1 --overwrite=True
 	$(BIN)/python train_sokoban.py --out_dir=out/sokoban_demo --eval_only=True
 	$(BIN)/python play_sokoban.py --out_dir=out/sokoban_demo --gif=out/sokoban_demo/game.gif
+
+demo-states: .venv/runtime
+	$(BIN)/python data_states.py
+	$(BIN)/python -m paper.demo_states
+	$(BIN)/python -m paper.states out/demo_states --chains=200
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2
@@ -62,4 +68,4 @@ lint: .venv/installed
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.7.0
 	touch .venv/installed
 
-.PHONY: demo demo-sokoban test test-long gpu check-edit lint
+.PHONY: demo demo-sokoban demo-states test test-long gpu check-edit lint

@@ -15,13 +15,14 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import assert_refused, run_lm
+from small_runs import LM, assert_refused, run_lm
 from test_stream import make_model
 
 import data_fineweb
 import data_states
 from data_states import MOVES, TRAIN, chains, entropy, likeliest, make_shards
-from paper import plans, states
+from paper import demo_states, plans, states
+from paper.figures import runs
 from paper.plans import full_settings
 from paper.states import accuracy
 from paper.studies import states as study
@@ -331,6 +332,25 @@ def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch):
     model = load_model('out/copy', 'best')
     table = accuracy(model, [names['make_text'](2, 400)], names['find_answers'])
     assert table['length'].to_list() == [*range(1, 17)] and 380 < table['answers'].sum() < 400
+
+
+def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, monkeypatch, capsys):
+    """The small models of small_runs.py, a second each."""
+    for name, recurrent in (('recurrent', True), ('nonrecurrent', False)):
+        sizes = {**LM, 'recurrent': recurrent}
+        lines = [f'{key} = {value!r}' for key, value in sizes.items()]
+        (tmp_path / f'{name}.py').write_text('\n'.join(lines))
+        monkeypatch.setitem(demo_states.CONFIGS, name, tmp_path / f'{name}.py')
+    data, out = trained_states / 'data', tmp_path / 'out'
+    argv = ['demo_states', f'--data_dir={data}', f'--out_dir={out}', '--seconds=1']
+    monkeypatch.setattr(sys, 'argv', argv)
+    demo_states.main()
+    frame = runs(out)
+    assert frame['finished'].all() and frame['kind'].to_list() == ['non-recurrent', 'recurrent']
+    printed = capsys.readouterr().out
+    assert all(f', {step} in 1 s' in printed for step in frame['step'])
+    monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing'])
+    assert_refused("recurrent.txt: error: no val shards in 'missing'", demo_states.main)
 
 
 # ---- the registered study
