@@ -50,12 +50,9 @@ import math
 import os
 import random
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/states.py
 
 from configurator import UserError, run_script
 
@@ -72,14 +69,14 @@ from paper.sweep import Parser, matching, path
 from sample import load_model
 from support.files import write_text
 from support.loader import read_meta
-from support.plots import COLORS, Figure, chart, save_figure
+from support.plots import Figure, chart, save_figure
 from support.ranks import pick_device
 
 STREAMS = 100
 WARM_UP = 128  # bytes at the start of a stream, in which answers do not count
 TRACKED = 0.95  # accuracy from which on a length counts as tracked
 FLOOR = 'floor: always the likeliest arrangement'
-TITLE = 'Moves permute letters: how often does a model know to which arrangement they lead?'
+TITLE = 'Letters are permuted move by move, and the model names the arrangement'
 
 
 class Answer(NamedTuple):
@@ -259,19 +256,23 @@ def tabulate(scores: DataFrame) -> DataFrame:
 
 
 def draw(scores: DataFrame) -> Figure:
-    """Return a picture of the accuracies over the number of moves, a panel for each task, or, of
-    many lines, for each task and kind. The lengths beyond those of training are shaded."""
-    scores = scores.assign(panel=scores['task'])
-    if scores['line'].nunique() >= len(COLORS):
-        scores['panel'] += ', ' + scores['kind']
-    by = ['model', 'plan', 'panel', 'line', 'length']
-    floors = scores.drop_duplicates(['panel', 'length']).assign(line=FLOOR)
-    floors['accuracy'] = floors['floor']
-    points = pandas.concat([summarize(x, by, 'accuracy') for x in (scores, floors)])
-    points.loc[points['line'] == FLOOR, 'n'] = math.nan  # it has no seeds
+    """Return a picture of the accuracies over the number of moves, a panel for each task, a color
+    for each L. The lengths beyond those of training are shaded."""
+    by = ['task', 'line', 'model', 'kind', 'n_layer', 'length']
+    floors = scores.drop_duplicates(['task', 'length'])[['task', 'length', 'floor']]
+    points = pandas.concat(
+        [
+            summarize(scores, by, 'accuracy'),
+            floors.rename(columns={'floor': 'accuracy'}).assign(line=FLOOR, model=FLOOR),
+        ]
+    )
+    points['color'] = points['n_layer'].where(points['model'] == 'Transformer', points['model'])
+    styles = {'recurrent': '-', 'non-recurrent': '--'}
+    points['style'] = points['kind'].map(styles).fillna(':')
+    points['panel'] = points['task']
     labels = 'moves since an arrangement was last shown', 'right arrangements'
     figure = chart(points, 'length', 'accuracy', labels, TITLE, 'sem', to_scale=True)
-    for axes, (_, part) in zip(figure.axes, scores.groupby('panel', sort=False), strict=True):
+    for axes, (_, part) in zip(figure.axes, scores.groupby('task', sort=False), strict=True):
         most, last = part.loc[~part['beyond'], 'length'].max(), part['length'].max()
         axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
         axes.text(most + 1, 1.02, 'longer than in training', fontsize=6)
@@ -287,7 +288,7 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.states', None, __doc__, formatter_class=form)
     add = parser.add_argument
-    add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
+    add('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
     add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
     add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')
     add('--erase', choices=['s', 'caches'], default='', help='part of the state to erase')
