@@ -3,8 +3,11 @@
 Input is read correctly or refused in one line: no traceback, no hang, no wrong result."""
 
 import contextlib
+import json
 import math
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 
 from configurator import UserError, configure
@@ -16,9 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import levels as boxoban
+import sample
 import sokoban
 import train_lm
 import train_sokoban
+from convlstm import AgentConfig, build_agent, load_agent
+from model import ModelConfig, build_model
 from support import loader, run_folder
 from tokenizer import VOCAB
 
@@ -135,6 +141,42 @@ def test_damaged_files(read, edits):
         path.write_bytes(content)
 
     read(damage)
+
+
+LM = {'vocab_size': 256, 'n_layer': 1, 'n_embd': 16, 'n_head': 2, 'window': 8, 'block_size': 4}
+AGENT = {'arch': 'convglu', 'n_embd': 8, 'head_dim': 8}
+EXPORTS = [
+    (
+        lambda: build_model(ModelConfig(**LM), True),
+        partial(sample.load_model, which='best'),
+        train_lm,
+    ),
+    (lambda: build_agent(AgentConfig(**AGENT)), load_agent, train_sokoban),
+]
+WRONG = [None, True, -1, 0, 1, 3, 1.5, '', 'a', [], [1], {}, {'a': 1}]
+
+
+@pytest.mark.parametrize('make, load, trainer', EXPORTS, ids=['lm', 'agent'])
+@given(edits=st.lists(st.tuples(st.integers(0, 99), st.sampled_from(WRONG)), max_size=3))
+def test_wrong_entries_of_an_export(make, load, trainer, edits):
+    """By all that read it: to use it, to evaluate it and to start from it."""
+    entries = {'tokenizer': 'bytes', 'settings': {'n_layer': 1, 'dtype': 'float32'}}
+    shutil.rmtree('export', ignore_errors=True)
+    make().save_pretrained('export', config=entries)
+    metadata = json.loads(Path('export/config.json').read_text())
+    for number, value in edits:
+        groups = [metadata, *(x for x in metadata.values() if isinstance(x, dict))]
+        places = [(group, name) for group in groups for name in group]
+        group, name = places[number % len(places)]
+        group[name] = value
+    Path('export/config.json').write_text(json.dumps(metadata))
+    config = configure(dict(vars(trainer)), [], quiet=True)
+    for read in (load, run_folder.load_export):
+        with may_refuse(UserError, 'export'):
+            read('export')
+    with may_refuse(UserError, 'export'):
+        saved = run_folder.sizes_in('export')
+        config.adopt(saved, trainer.MODEL_SETTINGS, 'export', trainer.DEPENDS_ON, str)
 
 
 # ---- settings ----
