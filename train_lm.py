@@ -31,6 +31,7 @@ from support.export import initialize_from, load_weights
 from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
+from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, gather, print0
 from support.run_folder import (
     BEST,
@@ -349,11 +350,15 @@ def run(config: Settings, at_end: ExitStack) -> int:
         may_shrink=True,
         graphs=graphs,
     )
+    model.eval()
     valid.choose_rows(valid.score_chunk)
+    model.train()
 
     def validate() -> tuple[float, float]:
         """Return the validation loss in nats per token and in bits per byte."""
+        model.eval()
         sums = ranks.run_compiled(lambda: valid.score(val_x, val_y))
+        model.train()
         totals = torch.cat([sums, sums.new_tensor([text_bytes])])
         if world > 1:
             dist.all_reduce(totals)
@@ -369,6 +374,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
         ranks.leave_ranks()
         return 0
 
+    # What an edit draws at random in training, for dropout for example, depends on no trial, and
+    # differs from rank to rank.
+    torch.manual_seed(seed + 1000 * rank)
+
     # resume
     step, best, seconds = 0, math.inf, 0.0
     record = {'step': 0, 'tokens': 0}  # the next line of the log
@@ -383,7 +392,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             loader.load_state_dict(saved['loader'])
             for t, whole, dim in zip(train.state, saved['state'], train.dims, strict=True):
                 ranks.fill(t, whole.chunk(world, dim)[rank])
-            torch.set_rng_state(saved['rng'])
+            restore_random_states(saved['rng'], device_)
         metadata = settings_of(folder.path / BEST)
         if metadata.get('validated_on') == [val_tokens, val_streams]:
             best = metadata['best_val_loss']
@@ -430,7 +439,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 step=step,
                 seconds=seconds,
                 record=record,
-                rng=torch.get_rng_state(),
+                rng=gather_random_states(device_),
             )
             saved_at = step
         if step > logged_at:  # a resumed run may have been logged here before

@@ -53,6 +53,7 @@ from support.compiling import fused, graphed
 from support.export import initialize_from, load_weights
 from support.files import write_json
 from support.packages import need_packages
+from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, fill, gather, print0
 from support.run_folder import (
     BEST,
@@ -382,9 +383,12 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.compare_ranks(folder.step, eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
-        return ranks.run_compiled(
+        model.eval()
+        result = ranks.run_compiled(
             lambda: evaluate(model, eval_levels, device_, time_limit=time_limit)
         )
+        model.train()
+        return result
 
     if eval_only:
         result = evaluate_agent()
@@ -447,6 +451,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
         for x in state:
             x.zero_()
 
+    # What an edit draws at random in training, for dropout for example, depends on no trial, and
+    # differs from rank to rank.
+    torch.manual_seed(seed + 1000 * rank)
+
     # resume
     step, best, seconds = 0, -math.inf, 0.0
     # of the log: episodes (return, solved) after the last line, and the last 1,000; sums of
@@ -465,7 +473,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             for x, whole in zip(state, saved['state'], strict=True):
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
-            torch.set_rng_state(saved['rng'])
+            restore_random_states(saved['rng'], device_)
         metadata = settings_of(folder.path / BEST)
         if metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
@@ -521,7 +529,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 sums=sums,
                 logged_step=logged_step,
                 logged_seconds=logged_seconds,
-                rng=torch.get_rng_state(),
+                rng=gather_random_states(device_),
             )
             saved_at = step
 

@@ -12,9 +12,9 @@ the loop:
   kernel in the forward and one in the backward.
 
 A chunk that is too long for memory or for one CUDA graph runs in segments of TILE tokens. A
-`Segment` keeps only its inputs and runs forward again before its backward, on fixed memory, so that
-all full segments of all chunks can replay the same two CUDA graphs. Gradients flow from segment to
-segment.
+`Segment` keeps only its inputs and runs forward again before its backward, from the same random
+state and on fixed memory, so that all full segments of all chunks can replay the same two CUDA
+graphs. Gradients flow from segment to segment.
 
 Shapes as in model.py, except that N = B * C counts the cache heads of all streams; S = W + T slots.
 """
@@ -40,6 +40,7 @@ from ops import (
     window_mask,
 )
 from support.compiling import can_capture, enabled_overrides, fused, graphed, use_overrides
+from support.random_states import continuing_from, get_random_states
 
 TILE = 64  # tokens whose attention reads the same slots of a ChunkCache
 GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
@@ -523,8 +524,10 @@ class Recompute(torch.autograd.Function):
         kv = F.pad(kv, (0, 0, 0, T))  # (2, L, N, W + T, K)
         chunk = (z, s, kv, count, out)
         load_weights(segments, weights)
+        ctx.random_states = []  # at the start of each segment, for its second run
         for t, segment in segments:
             end = segment.load(t, chunk)
+            ctx.random_states.append(get_random_states(z.device))
             out[t:end], entries = graphed(segment.graphs, 'forward', segment.forward)
             kv[:, :, :, end : end + W] = entries
         ctx.segments = segments
@@ -544,12 +547,14 @@ class Recompute(torch.autograd.Function):
         dkv = z.new_zeros(kv[:, :, :, len(z) :].shape)
         totals = [torch.zeros_like(x) for x in weights]
         load_weights(ctx.segments, weights)  # another model may have used them since the forward
-        for t, segment in reversed(ctx.segments):
+        runs = list(zip(ctx.segments, ctx.random_states, strict=True))
+        for (t, segment), states in reversed(runs):
             end = segment.load(t, chunk)
             segment.out_grad.copy_(out_grad[t:end])
             segment.out_grad[-1] += ds
             segment.kv_grad.copy_(dkv)
-            dz[t:end], ds, dkv, grads = graphed(segment.graphs, 'backward', segment.backward)
+            with continuing_from(states, z.device):
+                dz[t:end], ds, dkv, grads = graphed(segment.graphs, 'backward', segment.backward)
             torch._foreach_add_(totals, grads)
         return None, dz, None, None, None, *totals
 
