@@ -11,6 +11,7 @@ from decode import Decoder
 from model import LanguageModel, State, randomize
 from support import ranks
 from support.compiling import enabled_overrides, registered, use_overrides
+from support.random_states import continuing_from, get_random_states
 from unroll import GROUP
 
 
@@ -92,13 +93,15 @@ def make_trial(
         empty = model.init_state(B)  # keys and values in the dtype of products
     s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
     state = State(s, k, v, torch.full_like(empty.count, model.config.window))
+    random_states = get_random_states(device)  # so that a dropout drops the same in every call
 
     def run_chunk(exact: bool) -> list[torch.Tensor]:
         """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
         and all gradients."""
         model.overrides = enabled_overrides()
         enabled = not (is_wide or exact)
-        with torch.enable_grad(), torch.autocast(device.type, compute_dtype, enabled=enabled):
+        autocast = torch.autocast(device.type, compute_dtype, enabled=enabled)
+        with continuing_from(random_states, device), torch.enable_grad(), autocast:
             loss, new = model(x, y, state)
         parameters = list(model.parameters())  # a hack may leave some of them unused
         grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)

@@ -16,6 +16,7 @@ from small_runs import (
 )
 
 import model as model_file
+import overrides
 import train_lm
 import train_sokoban
 import unroll
@@ -50,6 +51,13 @@ def test_a_recomputed_segment_draws_the_same_numbers_again(monkeypatch, mode):
         found.append([loss, torch.rand(3), gradients(model, loss), torch.rand(3)])
     assert found[0][0] != model(x, y)[0].objective
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_trial_of_overrides_draws_the_same_numbers_in_every_call(monkeypatch):
+    experts = model_file.experts
+    monkeypatch.setattr(model_file, 'experts', lambda *args: F.dropout(experts(*args), 0.3))
+    trial = overrides.make_trial(make(RecurrentGPT, dtype=torch.float32), 2, torch.float32)
+    assert_equal(trial(False), trial(False))
 
 
 @pytest.mark.parametrize('recurrent', [True, False])
