@@ -226,7 +226,6 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
                 'q': normal(r, Z + D, fan_in=Z + D),
                 'k': normal(r, r, fan_in=r),
                 'q_bias': torch.zeros(r),
-                'k_bias': torch.zeros(r),
                 'embedding': torch.randn(config.n_expert, r),
             }
             self.routers.append(nn.ParameterDict(router))
@@ -268,7 +267,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         z = z.mean((1, 2))  # (B, 32)
         s = z.new_zeros(len(z), config.n_embd) if s is None else s.mean((1, 2))  # (B, D)
         q = F.linear(torch.cat([z, s], -1), router['q'], router['q_bias'])  # (B, r)
-        k = F.linear(router['embedding'], router['k'], router['k_bias'])  # (E, r)
+        k = F.linear(router['embedding'], router['k'])  # (E, r)
         a = F.softmax(q @ k.t() / math.sqrt(config.router_dim), -1)  # (B, E)
         return torch.einsum('be,byxed->byxd', gate_weights(a, config.aggregation), h)
 

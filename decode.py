@@ -1,5 +1,7 @@
 """Decoding: B streams of a trained model, token by token, in memory that never moves.
 
+    ids = generate(model, ids, 500, temperature=0.8, top_k=200)  # continue texts (B, T)
+
     for token in Decoder(model, B, temperature=0.8, top_k=200).generate(prompt, 500): ...
 
 A token runs through model.run_layer, the same equations as in training, with a RingCache for keys
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import LanguageModel, State, head_input, run_layer, softcap, step
-from ops import Heads, in_window, norm, rope_table, rotate, to_experts
+from ops import Heads, in_window, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
 from support.stream import Stream, copy_state
 
@@ -35,10 +37,16 @@ class RingPosition:
     overwritten after W steps, so no angle exceeds W, and streams of any length stay exact."""
 
     def __init__(
-        self, B: int, widths: list[int], K: int, state_dtype: torch.dtype, device: torch.device
+        self,
+        B: int,
+        W: int,
+        widths: list[int],
+        K: int,
+        state_dtype: torch.dtype,
+        device: torch.device,
     ):
-        """widths: of the layers' windows; every ring has W slots, as many as the widest needs."""
-        self.W = W = max(widths)
+        """W: the number of slots of a ring; widths: of the layers' windows, W at most."""
+        self.W = W
         self.widths = tuple(set(widths))
         # [head, count of each stream]: the newest entry is in slot head % W; count is the number of
         # entries so far
@@ -133,12 +141,6 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-@fused
-def embed(ids: Tensor, embedding: Tensor) -> Tensor:
-    """Return z (B, D), the normalized embedding of tokens ids (B,)."""
-    return norm(F.embedding(ids, embedding))
-
-
 def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Sample tokens (B,) from logits (B, V): keep the top_k largest, divide by the temperature, and
     keep the likeliest tokens that add up to top_p.
@@ -207,13 +209,13 @@ class Decoder:
         self.generator = seed
         if isinstance(seed, int):
             self.generator = torch.Generator(device).manual_seed(seed)
-        self.weights = model.bind_weights(B, dtype)  # cast once
-        self.embedding = model.embedding.detach()
+        with torch.autocast(device.type, enabled=False):  # the layers cast explicitly
+            self.weights = model.bind_weights(B, dtype)  # cast once
         self.head = model.head.detach().to(dtype)
         widths = [w.window for w in self.weights]
-        self.position = RingPosition(B, widths, c.head_dim, state_dtype, device)
+        self.position = RingPosition(B, c.window, widths, c.head_dim, state_dtype, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
-        shape = (2, len(widths), B * model.heads.C, self.position.W, c.head_dim)
+        shape = (2, len(widths), B * model.heads.C, c.window, c.head_dim)
         self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rings = [
             RingCache(self.position, model.heads, keys, values, width)
@@ -255,7 +257,7 @@ class Decoder:
         model, config = self.model, self.model.config
         with use_overrides(model.overrides), torch.autocast(self.token.device.type, enabled=False):
             self.position.advance()
-            z = embed(self.token, self.embedding)
+            z = model.embed(self.token)
             if model.recurrent:
                 s = step(self.weights, self.s, z, self.rings, config)
             else:
@@ -312,3 +314,25 @@ class Decoder:
         for _ in steps:
             yield self.step(token).clone()
             token = None  # from now on the token that was sampled last
+
+
+def generate(
+    model: LanguageModel,
+    ids: Tensor,
+    n: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | torch.Generator | None = None,
+) -> Tensor:
+    """Return texts ids (B, T) with n more tokens each, (B, T + n), in the dtype of the model.
+
+    temperature = 0 is greedy; top_k = 0 and top_p = 1 keep every token; seed: as in Decoder, by
+    default torch's generator. A text starts with the tokenizer's end-of-text token. Raises
+    ValueError if a text is empty or n is negative."""
+    if ids.dim() != 2 or ids.size(1) == 0 or n < 0:
+        expected = 'expected texts (B, T) with T of at least 1, and n of at least 0'
+        raise ValueError(f'ids of shape {tuple(ids.shape)}, n = {n}: {expected}')
+    ids = ids.to(model.embedding.device)
+    decoder = Decoder(model, len(ids), temperature=temperature, top_k=top_k, seed=seed, top_p=top_p)
+    return torch.cat([ids, *(token[:, None] for token in decoder.generate(ids, n))], 1)

@@ -200,22 +200,23 @@ def add_bias(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @fused
-def softmax_gates(scores: Tensor, r: int, dtype: torch.dtype) -> Tensor:
+def softmax_gates(scores: Tensor, config: object, dtype: torch.dtype) -> Tensor:
     """Return the softmax over experts of scores (N, E) / sqrt(r), in `dtype`."""
-    return F.softmax(scores.to(dtype) / math.sqrt(r), -1)
+    return F.softmax(scores.to(dtype) / math.sqrt(config.router_dim), -1)
 
 
 # ---- one layer ---------------------------------------------------------------------------------
 
 
-def route(w: LayerWeights, s: Tensor, z: Tensor) -> Tensor:
+def route(w: LayerWeights, s: Tensor, z: Tensor, config: object) -> Tensor:
     """Return the router's gates (N, E): the softmax over experts i of q . k_i / sqrt(r), where
-    q = Wq [z; s] + bq, k_i = Wk e_i + bk, and e_i is a learned embedding of expert i.
+    q = Wq [z; s] + bq, k_i = Wk e_i, and e_i is a learned embedding of expert i. A bias of the keys
+    would change all scores by the same number, and so nothing.
 
     The keys k_i do not depend on the tokens, so LayerParams.bind computes them."""
     q = w.router_q(router_input(z, s, w.dtype))  # (N, r)
     q = add_bias(q, w.router_q_bias, w.dtype)
-    return softmax_gates(w.router_keys(q), q.size(-1), s.dtype)
+    return softmax_gates(w.router_keys(q), config, s.dtype)
 
 
 @has_override('attention')
@@ -241,7 +242,7 @@ def experts(
 def run_layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
     """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
     cache: this layer's keys and values; config: a model.ModelConfig."""
-    gates = None if w.router_q is None else route(w, s, z)
+    gates = None if w.router_q is None else route(w, s, z, config)
     if w.recurrent:
         u, x = mix_state_and_token(s, z, w.a, w.b, w.dtype)
     else:
@@ -460,14 +461,14 @@ class LayerParams(nn.Module):
     """Weights of one layer's E experts, stacked, each matrix (out, in), without biases. wo and down
     start at zero, so that every expert starts as the identity."""
 
-    def __init__(self, config: ModelConfig, recurrent: bool):
+    def __init__(self, config: ModelConfig, heads: Heads, recurrent: bool):
         super().__init__()
         E, D, H, G = config.n_expert, config.n_embd, config.n_head, config.n_kv_head
         K, r = config.head_dim, config.router_dim
         self.config = config
+        self.heads = heads
         self.window = config.window
         self.recurrent = recurrent
-        self.heads = Heads(E=E, G=G, R=H // G, K=K, shared=recurrent and config.share_kv)
         self.wq = uniform(E, H * K, D)
         self.wk = uniform(E, G * K, D)
         self.wv = uniform(E, G * K, D)
@@ -481,7 +482,6 @@ class LayerParams(nn.Module):
             self.router_q = uniform(r, 2 * D)
             self.router_k = uniform(r, r)
             self.router_q_bias = nn.Parameter(torch.zeros(r))
-            self.router_k_bias = nn.Parameter(torch.zeros(r))
             self.expert_embedding = nn.Parameter(torch.randn(E, r))
 
     def bind(self, N: int, dtype: torch.dtype, linear: type = Linear) -> LayerWeights:
@@ -495,12 +495,15 @@ class LayerParams(nn.Module):
             window=self.window,
             recurrent=self.recurrent,
         )
+        if w.window > self.config.window:
+            limit = f'at most window = {self.config.window}, the size of the cache'
+            raise UserError(f'window = {w.window} of a layer: {limit}')
         if self.recurrent:
             # one copy per row: each token's gradient is then a sum within rows, and the sum over
             # rows is taken once per chunk
             w = w._replace(a=self.a.expand(N, 1), b=self.b.expand(N, 1))
         if self.config.routed:
-            keys = F.linear(self.expert_embedding, self.router_k, self.router_k_bias)  # (E, r)
+            keys = F.linear(self.expert_embedding, self.router_k)  # (E, r)
             w = w._replace(
                 router_q=linear(self.router_q, dtype),
                 router_q_bias=self.router_q_bias,
@@ -540,15 +543,21 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        # `core` normalizes the scale of the embedding away
+        self.heads = Heads(  # in every layer
+            E=config.n_expert,
+            G=config.n_kv_head,
+            R=config.n_head // config.n_kv_head,
+            K=config.head_dim,
+            shared=self.recurrent and config.share_kv,
+        )
+        # `embed` normalizes its scale away
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))
         self.layers = nn.ModuleList(
-            LayerParams(config, self.recurrent) for _ in range(config.n_layer)
+            LayerParams(config, self.heads, self.recurrent) for _ in range(config.n_layer)
         )
         self.head = nn.Parameter(torch.zeros(config.vocab_size, config.n_embd))
         if self.tied:  # the head cannot be zero: it starts at GPT-2's 0.02
             self.head.data.mul_(0.02)
-        self.heads = self.layers[0].heads  # the same in all layers
 
     @property
     def tied(self) -> bool:
@@ -583,15 +592,18 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         graph. If not, `cuda_graphs` captures its parts."""
         return True
 
+    def embed(self, idx: Tensor) -> Tensor:
+        """Return z (..., D), the normalized embedding of tokens idx (...)."""
+        return norm_to(F.embedding(idx, self.embedding), self.embedding.dtype)
+
     def core(self, idx: Tensor, state: State | None) -> tuple[Tensor, State | None]:
         """Run embedding and layers on tokens (B, T); return the head's input (B, T, D), and the
         state. Raises ValueError if a gradient is to flow into the state."""
         if state is not None and torch.is_grad_enabled() and any(x.requires_grad for x in state):
             reason = 'the state requires a gradient, but none flows into the chunk before'
             raise ValueError(f'{reason}: pass state.detach(), or both chunks as one')
-        z = norm_to(F.embedding(idx, self.embedding), self.embedding.dtype)
         with use_overrides(self.overrides):
-            s, state = self.hidden(z, state)
+            s, state = self.hidden(self.embed(idx), state)
         return head_input(s, self.config), state
 
     def forward(
@@ -780,14 +792,14 @@ class GPT(LanguageModel):
         B, T, _ = z.shape
         past = 0 if state is None else c.window
         cos, sin = rope_table(past + T, c.head_dim, z)
-        weights = self.bind_weights(B * T, dtype)
-        masks = {  # by width of the window; None: causal
-            width: None if state is None else window_mask(state.count, T, width)
-            for width in {w.window for w in weights}
-        }
         s = z.clone()  # not z itself, or torch.compile would trace the first layer separately
         new = []
         with torch.autocast(z.device.type, enabled=False):  # the layers cast explicitly
+            weights = self.bind_weights(B * T, dtype)
+            masks = {  # by width of the window; None: causal
+                width: None if state is None else window_mask(state.count, T, width)
+                for width in {w.window for w in weights}
+            }
             for l, w in enumerate(weights):
                 cached = None if state is None else (state.k[l], state.v[l])
                 s, *kv = run_layer_on_sequence(

@@ -131,6 +131,10 @@ class Tokenizer:
         """Return the bytes that the ids stand for. A character may be split between two ids."""
         return b''.join(self.table[i] for i in ids)
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text that the ids stand for, with '\ufffd' for bytes that are no UTF-8."""
+        return self.decode_bytes(ids).decode(errors='replace')
+
 
 @functools.cache
 def get_tokenizer(name: str) -> Tokenizer:

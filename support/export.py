@@ -14,6 +14,7 @@ Loading runs no code of the folder.
 import inspect
 import os
 import pathlib
+import re
 from typing import Self
 
 from configurator import UserError, first_line
@@ -117,6 +118,15 @@ def pin_revision(
 
 # ---- trained models ----
 
+# The bias of the router's keys, which changed nothing. Older models have it.
+OLD_BIAS = re.compile(r'\.router_k_bias$|routers\.\d+\.k_bias$')
+
+
+def without_old_bias(weights: dict, model: torch.nn.Module) -> dict:
+    """Return the weights without an OLD_BIAS that the model does not have."""
+    names = model.state_dict()
+    return {k: x for k, x in weights.items() if k in names or not OLD_BIAS.search(k)}
+
 
 def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
     """Load all weights of a model. Raises UserError, naming the file `path` and the weight, if one
@@ -125,7 +135,7 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
         for name, x in weights.items():
             if not x.isfinite().all():
                 raise ValueError(f'{name} holds NaN or infinity')
-        model.load_state_dict(weights)
+        model.load_state_dict(without_old_bias(weights, model))
 
 
 def initialize_from(model: torch.nn.Module, folder: Path) -> None:
@@ -133,7 +143,7 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> None:
     and shape the model has is taken. Print which weights of the model and of the folder were not.
     Raises UserError if the folder cannot be read or no weight fits."""
     path = export_in(folder) / WEIGHTS
-    weights, initial = read_tensors(path), model.state_dict()
+    weights, initial = without_old_bias(read_tensors(path), model), model.state_dict()
     fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
     # A tied weight, which has several names, is taken under the first, unless all are equal.
     place = {name: initial[name].data_ptr() or name for name in fits}  # an empty weight has none

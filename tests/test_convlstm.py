@@ -35,7 +35,7 @@ def combine(agent, l, hs, z, s):
     router = agent.routers[l]
     context = torch.cat([z, s], 1).mean((2, 3))
     q = context @ router['q'][:, : context.size(1)].T + router['q_bias']
-    scores = [q @ (router['k'] @ e + router['k_bias']) for e in router['embedding']]
+    scores = [q @ (router['k'] @ e) for e in router['embedding']]
     a = torch.softmax(torch.stack(scores) / math.sqrt(config.router_dim), 0)  # (E, B)
     total = a.sum(0) + EPS
     if config.aggregation == 'softmax_l2':

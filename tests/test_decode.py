@@ -10,19 +10,21 @@ import re
 import signal
 import sys
 
-from configurator import run_script
+from configurator import UserError, run_script
 
+import processes
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from processes import ROOT
 from reference import V, assert_close, assert_same_state, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sample
-from decode import Decoder
+from decode import Decoder, generate
 from decode import sample as sample_token
-from model import GPT, RecurrentGPT, State
+from model import GPT, LayerParams, RecurrentGPT, State
 from tokenizer import get_tokenizer
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
@@ -149,6 +151,50 @@ def test_with_triton_forms_it_equals_the_reference(model_type, changes):
     assert_same_state(decoder.state(), state, rtol=1e-5)
 
 
+@both_models
+def test_the_decoder_has_the_windows_of_layers_that_see_less_than_the_cache_holds(model_type):
+    """It continues the model's state and returns one for it, over two turns of the ring."""
+    model, x = make(model_type), tokens(2, 17)
+    for layer, window in zip(model.layers, (3, 1, 4), strict=True):
+        layer.window = window
+    expected, after = model(x, state=model.init_state(2))
+    _, state = model(x[:, :6], state=model.init_state(2))
+    decoder = Decoder(model, 2)
+    decoder.load(state)
+    for t in range(6, 17):
+        decoder.step(x[:, t])
+        assert_close(decoder.logits, expected[:, t])
+    assert_same_state(decoder.state(), after)
+
+
+@both_models
+def test_a_window_above_that_of_the_config_is_refused(model_type):
+    model = make(model_type)
+    model.layers[1].window = 6
+    for run in (model, lambda x: Decoder(model, 1)):
+        with pytest.raises(UserError, match=r'window = 6 .* at most window = 5'):
+            run(tokens(1, 7))
+
+
+@both_models
+def test_keys_of_the_router_have_the_dtype_of_the_weights_under_autocast(model_type, monkeypatch):
+    model = make(model_type, torch.float32, aggregation='softmax_l2')
+    keys, bind = [], LayerParams.bind
+
+    def keep(*arguments):
+        weights = bind(*arguments)
+        keys.append(weights.router_keys.weight)
+        return weights
+
+    monkeypatch.setattr(LayerParams, 'bind', keep)
+    with torch.autocast('cpu', torch.bfloat16):
+        model(tokens(1, 4))
+        Decoder(model, 1)
+    layers = [layer.expert_embedding @ layer.router_k.T for layer in model.layers]
+    for found, expected in zip(keys, layers * 2, strict=True):
+        assert_close(found, expected, rtol=1e-6)
+
+
 # ---- sampling and generation ----
 
 
@@ -201,6 +247,38 @@ def test_generation_follows_the_reference_and_repeats_with_the_seed(model_type, 
     assert len({tuple(row) for row in texts[0][4:].tolist()}) > 30  # of 36; two may agree by chance
     logits = expected_logits(model, torch.cat([x, texts[-1][:-1].T], 1))
     assert_close(decoder.logits.cpu(), logits[:, -1])
+
+
+@both_models
+def test_generate_returns_the_texts_with_what_a_decoder_adds(model_type):
+    model, x = make(model_type), tokens(3, 4)
+    decoder = Decoder(model, 3, temperature=2, top_k=5, seed=7, top_p=0.9)
+    added = torch.stack(list(decoder.generate(x, 9)), 1)
+    options = {'temperature': 2, 'top_k': 5, 'top_p': 0.9}
+    assert torch.equal(generate(model, x, 9, **options, seed=7), torch.cat([x, added], 1))
+    first, second = (generate(model, x, 9, **options) for _ in range(2))
+    assert not torch.equal(first, second)  # by default they draw from torch's generator
+    assert torch.equal(generate(model, x, 0), x)
+    for ids, n in ((x[0], 3), (x[:, :0], 3), (x, -1)):
+        with pytest.raises(ValueError, match='expected texts'):
+            generate(model, ids, n)
+
+
+def test_readmes_lines_generate_a_text_from_another_folder(tmp_path):
+    (tmp_path / 'notebook.py').write_text(f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch
+from decode import generate
+from model import LanguageModel
+from tokenizer import get_tokenizer
+
+model = LanguageModel.from_pretrained({str(ROOT / 'pretrained/lm')!r})
+tokenizer = get_tokenizer(model.metadata['tokenizer'])
+ids = torch.tensor([[tokenizer.eot, *tokenizer.encode('Fellow ')]])
+print(tokenizer.decode(generate(model, ids, 20, temperature=0)[0]))
+""")
+    done = processes.run(['notebook.py'], cwd=tmp_path)
+    assert done.stdout.startswith('Fellow ') and len(done.stdout) == len('Fellow \n') + 20, done
 
 
 # ---- sample.py ----

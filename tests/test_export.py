@@ -69,6 +69,37 @@ def test_a_saved_model_is_loaded_equal(tmp_path, make, base_class):
         assert loaded.metadata['step'] == 7 and not loaded.training
 
 
+def routed_agent():
+    config = AgentConfig('convlstm', n_expert=2, n_embd=8, head_dim=8, aggregation='softmax_l2')
+    return build_agent(config)
+
+
+def routed_language_model():
+    return build_model(ModelConfig(**SIZES, aggregation='softmax_l2'), recurrent=False)
+
+
+@pytest.mark.parametrize(
+    'make, bias',
+    [(routed_language_model, 'layers.0.router_k_bias'), (routed_agent, 'routers.0.k_bias')],
+)
+def test_models_saved_with_a_bias_of_the_routers_keys_load(tmp_path, capfd, make, bias):
+    """Silently, because it changed nothing; a bias of that name that a model has is loaded."""
+    model, old, edited = make(), make(), make()
+    module, _, name = bias.rpartition('.')
+    for saved in (old, edited):
+        parameter = torch.nn.Parameter(torch.ones(64))
+        saved.get_submodule(module).register_parameter(name, parameter)
+    old.save_pretrained(tmp_path)
+    loaded = type(old).from_pretrained(tmp_path)
+    export.initialize_from(model, tmp_path)
+    for found in (loaded, model):
+        assert_equal(found.state_dict(), {k: x for k, x in old.state_dict().items() if k != bias})
+    assert 'not taken' not in capfd.readouterr().out
+    edited.get_parameter(bias).data.zero_()
+    export.initialize_from(edited, tmp_path)
+    assert edited.get_parameter(bias).sum() == 64
+
+
 def test_agents_saved_before_a_size_was_added_load(tmp_path):
     """A new field of AgentConfig has its default, here as if `radius` and others were new."""
     make_agent().save_pretrained(tmp_path)

@@ -214,7 +214,7 @@ def test_kernels_compile_for_an_h100(monkeypatch):
             for _ in slots.angles:
                 s = model_file.run_layer(weights, s, s.detach(), window, model.config)
             s.sum().backward()
-            position = decode.RingPosition(B, [W], heads.K, torch.float32, torch.device('meta'))
+            position = decode.RingPosition(B, W, [W], heads.K, torch.float32, torch.device('meta'))
             qkv = torch.empty(B, len(weights.wqkv.w), dtype=bf16)
             kernels.attend(qkv, decode.RingCache(position, heads, *kv, W))
         logits, target = torch.empty(333, 50304, dtype=bf16), torch.empty(333).long()
