@@ -173,6 +173,11 @@ def accuracy(
         for answer in find(text)
         if answer.begin >= WARM_UP and answer.length >= moves_before
     ]
+    if not answers:
+        least = f'of at least {moves_before} moves, ' if moves_before else ''
+        raise UserError(
+            f'the text has no answer {least}after the first {WARM_UP} bytes of a stream'
+        )
     at = torch.zeros(ids.shape, dtype=torch.bool)
     for b, answer in answers:
         at[b, answer.begin - 1 - moves_before] = True
@@ -196,9 +201,10 @@ def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame
     folder, erase = run['folder'], options.get('erase')
     if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
         raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
-    meta = read_meta(run['data_dir']) or {}
+    data_dir = str(run.get('data_dir'))  # agents have none
+    meta = read_meta(data_dir) or {}
     if 'most_moves' not in meta:
-        reason = f'data_dir = {run["data_dir"]!r} holds no text of data_states.py'
+        reason = f'data_dir = {data_dir!r} holds no text of data_states.py'
         raise UserError(f'{folder}: {reason}: prepare it again, or leave the run out by --only')
     pair, most = tuple(meta['moves']), meta['most_moves']
     model = load_model(folder, which, pick_device('auto'))
@@ -298,14 +304,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.chains < STREAMS or args.chains % STREAMS:
         raise UserError(f'--chains={args.chains}: must be a multiple of {STREAMS}')
+    if args.moves_before < 0 or args.moves_before and not args.erase:
+        raise UserError(
+            f'--moves_before={args.moves_before}: must be at least 0, and needs --erase'
+        )
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
-    frame = frame.assign(line=name_lines(frame))
     options = {'which': args.which, 'erase': args.erase, 'moves_before': args.moves_before}
     parts = []
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
         parts.append(score(run, args.chains, **options))
+    frame = frame.assign(line=name_lines(frame))
     about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds'.split()
     about += ['device_name', 'commit']
     scores = frame[about].merge(pandas.concat(parts), on='folder')

@@ -15,7 +15,7 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import LM, assert_refused, run_lm
+from small_runs import LM, assert_refused, run_agent, run_lm
 from test_stream import make_model
 
 import data_fineweb
@@ -303,6 +303,9 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
         (['nonrecurrent', '--erase=s'], 'nonrecurrent: the model has no s to erase'),
         (['lstm', '--erase=caches'], 'lstm: the model has no caches to erase'),
         (['lstm', '--chains=150'], '--chains=150: must be a multiple of 100'),
+        (['recurrent', '--moves_before=2'], '--moves_before=2: .* needs --erase'),
+        (['recurrent', '--erase=s', '--moves_before=-1'], '--moves_before=-1: must be at least 0'),
+        (['recurrent', '--erase=s', '--moves_before=9'], 'no answer of at least 9 moves'),
         (['missing'], 'missing: holds no run'),
     ],
 )
@@ -311,9 +314,11 @@ def test_what_cannot_be_scored_is_refused(trained_states, monkeypatch, arguments
     assert_refused(message, score, monkeypatch, *arguments)
 
 
-def test_a_run_on_another_text_is_refused(data, tmp_path, monkeypatch):
+def test_a_run_on_another_text_and_an_agent_are_refused(data, tmp_path, monkeypatch):
     assert run_lm(data, tmp_path / 'other', max_iters=1) == 0
     assert_refused('holds no text of data_states.py', score, monkeypatch, tmp_path / 'other')
+    assert run_agent(tmp_path / 'agent') == 0
+    assert_refused('agent: .* no text of data_states.py', score, monkeypatch, tmp_path / 'agent')
 
 
 def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def add(path: Path, folder: str, processor: str) -> None:
     """Score the finished runs in a folder that a table does not have yet, and add them to it."""
     for run in unlisted(path, folder, processor).to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
-        scores = score(run, 1000).set_index('length')
+        scores = score(run, 1000, 'last').set_index('length')
         accuracies, is_beyond = scores['accuracy'], scores['beyond']
         row = {name: run[name] for name in (*KEY, 'loss', 'seconds', 'commit')}
         row |= {'task': scores['task'].iloc[0], 'mean': accuracies[~is_beyond].mean()}
