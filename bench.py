@@ -36,7 +36,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from configurator import UserError, configure, first_line, run_script
+from configurator import configure
+from support.script import UserError, first_line, print0, run_script
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.compiling import fused, graphed
 from support.files import write_json, write_text
-from support.ranks import Gradients, print0
+from support.ranks import Gradients
 from support.stream import Stream
 
 # -----------------------------------------------------------------------------

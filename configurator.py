@@ -10,217 +10,23 @@ names that precede the first def, class or other block. A value must have the ty
 default; if the default is None, any literal is allowed, and other text is a string. The script may
 define RANGES, the allowed values by name: a pair (low, high) for a number or for each number of a
 tuple, or a list of values. Every other number must be at least 0, unless its default is negative.
-
-This module must be imported before torch: see GOMP_SPINCOUNT below.
 """
 
 import ast
 import contextlib
 import difflib
-import math
 import os
 import pathlib
 import re
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import NoReturn
 
-# How long the threads of OpenMP spin between two parallel sections: by default so long that two
-# programs on the same cores slow each other down tenfold. A program that runs alone does not get
-# measurably slower (LOG.md). OpenMP reads this when torch is imported.
-if 'OMP_WAIT_POLICY' not in os.environ:
-    os.environ.setdefault('GOMP_SPINCOUNT', '10000')
+from support.script import UserError, find_rank
+
+from support.values import BROKEN, convert, literal, problem_of
 
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string'}
-# Exceptions that parsing can raise, whatever the text is.
-BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)
-
-# What torchrun sets for each of its processes.
-TORCHRUN = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
-
-
-class UserError(ValueError):
-    """A user's mistake. The message is one line that names the file, folder or setting and says
-    what to do. run_script prints it without a traceback."""
-
-
-# ---- ranks ----
-
-
-def under_torchrun() -> bool:
-    """Return whether torchrun has started this process. RANK or WORLD_SIZE alone say nothing: pods,
-    cluster images and parent processes leave them behind."""
-    return all(os.environ.get(name) for name in TORCHRUN)
-
-
-def find_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, (0, 1) without torchrun. Raises
-    UserError if the environment holds no such numbers."""
-    if not under_torchrun():
-        return 0, 1
-    rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        advice = 'start it with torchrun, or unset them'
-        raise UserError(f'RANK = {rank}, WORLD_SIZE = {world} in the environment: {advice}')
-    return int(rank), int(world)
-
-
-# ---- how a script prints and ends ----
-
-
-def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Run main() and end the process with the exit status that it returns (None means 0).
-
-    After a UserError or an OSError, such as a full disk, print one line and exit with 2. After a
-    ctrl-C exit with 130. If the reader of standard output has ended (`| head`), exit with 0."""
-    for stream in (sys.stdin, sys.stdout):
-        if hasattr(stream, 'reconfigure'):  # a closed stream is None
-            stream.reconfigure(errors='replace')  # of what their encoding does not have
-    status, line, rank = 0, '', 0
-    try:
-        try:
-            rank, _ = find_rank()
-            status = main() or 0
-        except SystemExit as end:  # --help
-            status = end.code or 0
-        print(end='', flush=True)
-    except KeyboardInterrupt:
-        status, line = 130, '\ninterrupted'
-    except UserError as error:
-        status, line = 2, 'error: ' + ' '.join(str(error).splitlines())
-    except OSError as error:
-        named = error.filename is not None and error.strerror is not None
-        status, line = 2, f'error: {f"{error.filename}: {error.strerror}" if named else error}'
-        # Writing to standard output fails once more if that was the reason.
-        broken = None if named else write_stdout(' ')
-        if isinstance(broken, BrokenPipeError):
-            status, line = 0, ''
-        elif broken:
-            line = f'error: standard output: {broken.strerror}'
-        elif isinstance(error, ConnectionError):
-            raise
-    if line:
-        if rank > 0:
-            # If rank 0 has met the same mistake, torchrun ends this process meanwhile, and the
-            # line is printed once.
-            time.sleep(3)
-        print(line, file=sys.stderr, flush=True)
-    if under_torchrun():
-        # A thread of gloo may outlive its process group and abort Python's shutdown (in 1 run of
-        # 20; pytorch PR 179291).
-        os._exit(status)
-    sys.exit(status)
-
-
-def write_stdout(text: str) -> OSError | None:
-    """Write a text to standard output at once. If that fails, discard what is written from now on,
-    and return the error."""
-    try:
-        print(text, end='', flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return error
-    return None
-
-
-def print0(text: str) -> None:
-    """Print on rank 0 only. If standard output cannot be written (a full disk, a terminal that is
-    gone), nothing is printed from then on, because what is printed is not the run. If its reader
-    has ended (`| head`), the process gets SIGTERM, at which a trainer saves and stops."""
-    if find_rank()[0] == 0 and (error := write_stdout(f'{text}\n')):
-        if isinstance(error, BrokenPipeError):
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            warn(f'standard output is switched off: {error.strerror}')
-
-
-def warn(text: str) -> None:
-    """Print a warning on standard error, if that can be written."""
-    with contextlib.suppress(OSError):
-        print(f'warning: {text}', file=sys.stderr, flush=True)
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message, at most 200 characters."""
-    lines = str(error).splitlines() or ['']
-    return f'{type(error).__name__}: {lines[0][:200]}'
-
-
-# ---- values ----
-
-
-def literal(source: str | ast.expr) -> object:
-    """Return the value of a literal: a string, a finite number, True, False, None, or a tuple or
-    list of these (as a tuple). Raises ValueError for anything else. Nothing is executed."""
-
-    def check(value: object) -> object:
-        if isinstance(value, list | tuple):
-            return tuple(check(item) for item in value)
-        if value is None or isinstance(value, str):
-            return value
-        limit = 2**64 if isinstance(value, int) else math.inf
-        if not abs(value) < limit:  # this refuses NaN as well
-            raise ValueError('not finite, or too large')
-        return value
-
-    try:
-        with warnings.catch_warnings(action='ignore'):  # about unknown escapes such as \d
-            return check(ast.literal_eval(source))
-    except BROKEN:
-        allowed = 'text, finite numbers, True, False, None, tuples'
-        raise ValueError(f'only literals are allowed: {allowed}') from None
-
-
-def convert(value: object, default: object) -> object:
-    """Return `value` in the type of `default`; an int may stand for a float. Raises ValueError if
-    the types differ."""
-    if type(default) is float and type(value) is int:
-        return float(value)
-    if type(default) is type(value) is tuple:
-        if len({type(item) for item in default}) != 1:
-            return value
-        return tuple(convert(item, default[0]) for item in value)  # items of one type
-    if default is None or type(value) is type(default):
-        return value
-    raise ValueError('wrong type')
-
-
-def problem_of(name: str, value: object, default: object, allowed: object) -> str:
-    """Return what is wrong with a value of the right type, '' if nothing is. allowed: see RANGES
-    above; None for a setting that is not there."""
-    if isinstance(allowed, list):
-        if not any(type(x) is type(value) and x == value for x in allowed):  # 1 is not True
-            choices = ', '.join(str(x) or "''" for x in allowed)
-            return f'{name} = {value!r}: expected one of {choices}'
-        return ''
-    if isinstance(value, str):
-        if name.endswith('_dir') and default and not value:
-            return f'{name} is empty: name a folder'
-        return ''
-    numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if type(x) is not bool]
-    low, high = allowed or (0, math.inf)
-    if not allowed and type(default) in (int, float) and default < 0:
-        low = -math.inf
-    if all(type(x) in (int, float) for x in numbers) and not all(low <= x <= high for x in numbers):
-        limits = f'at least {low}' if high == math.inf else f'between {low} and {high}'
-        return f'{name} = {value}: must be {limits}'
-    return ''
-
-
-def check_fields(config: object, ranges: dict) -> None:
-    """Raise UserError, naming the field, if a field of a dataclass has another type than its
-    default, or a value outside of its range. ranges: allowed values by field, as in a script's
-    RANGES."""
-    for field in fields(config):
-        name, value, default = field.name, getattr(config, field.name), field.default
-        if type(default) in (int, str, bool) and type(value) is not type(default):
-            raise UserError(f'{name} = {value!r}: expected one {type(default).__name__}')
-        if problem := problem_of(name, value, default, ranges.get(name)):
-            raise UserError(problem)
 
 
 class Script:

@@ -49,7 +49,7 @@ gradient of a weight, in place of one per step, was slower (LOG.md). Two things 
 import math
 from dataclasses import dataclass, fields, replace
 
-from configurator import UserError, check_fields
+from support.script import UserError
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,7 @@ from support import ranks
 from support.compiling import fused
 from support.export import PublishedModel
 from support.run_folder import restoring
+from support.values import check_fields
 
 AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 # The planes of Sokoban's observations (levels.py) as (channel, value). Channel 0 holds nothing,

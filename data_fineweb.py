@@ -45,7 +45,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from configurator import BROKEN, UserError, configure, first_line, run_script
+from configurator import configure
+from support.script import UserError, first_line, run_script
 
 import filelock
 import numpy as np
@@ -64,6 +65,7 @@ from support.loader import (
 )
 from support.packages import need
 from support.ranks import Throttle, explain_errors
+from support.values import BROKEN
 from tokenizer import PIECE, REAL_VOCAB, TOKENIZERS, VOCAB, Tokenizer, cutter, get_tokenizer
 
 # fmt: off

@@ -25,7 +25,8 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from configurator import UserError, configure, run_script
+from configurator import configure
+from support.script import UserError, run_script
 
 import numpy as np
 

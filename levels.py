@@ -24,7 +24,8 @@ import re
 import tokenize
 import zlib
 
-from configurator import BROKEN, UserError, configure, first_line, run_script
+from configurator import configure
+from support.script import UserError, first_line, print0, run_script
 
 import numpy as np
 from numpy import ndarray
@@ -32,7 +33,8 @@ from numpy.random import Generator
 
 from support.export import call_hub
 from support.files import read_text, write_atomic
-from support.ranks import Throttle, print0
+from support.ranks import Throttle
+from support.values import BROKEN
 
 # fmt: off
 levels_dir = ''             # folder of Boxoban's levels, as text or packed; '': data/boxoban

@@ -10,7 +10,7 @@ Transformer needs no file: it is the non-recurrent model with n_expert = 1.
 
 import math
 
-from configurator import UserError
+from support.script import UserError
 
 import torch
 import torch.nn.functional as F

@@ -51,7 +51,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from configurator import UserError, check_fields
+from support.script import UserError
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,7 @@ from ops import (
 from support import ranks
 from support.compiling import fused, has_override, use_overrides
 from support.export import PublishedModel
+from support.values import check_fields
 from unroll import DeferredLinear, recomputes, release, run_chunk
 
 

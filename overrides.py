@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 
-from configurator import first_line
+from support.script import first_line
 
 import torch
 

@@ -22,7 +22,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from configurator import UserError, configure, run_script
+from configurator import configure
+from support.script import UserError, run_script
 
 import numpy as np
 import torch

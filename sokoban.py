@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 
-from configurator import UserError, first_line
+from support.script import UserError, first_line, print0
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from levels import AGENT, BOX, CELLS, DELTA, PLAYER, SIZE, TARGET, WALL, unpack
-from support.ranks import Throttle, fill, print0
+from support.ranks import Throttle, fill
 
 TIME_LIMIT = 120  # default: most steps of an episode
 EVALUATION_BATCH = 256  # boards that are evaluated at once

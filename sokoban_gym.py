@@ -21,7 +21,7 @@ step, whose action it ignores; with 'SameStep' the same step, in whose infos `fi
 import functools
 import math
 
-from configurator import UserError
+from support.script import UserError
 
 import gymnasium
 import numpy as np

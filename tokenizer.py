@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from configurator import UserError, first_line
+from support.script import UserError, first_line
 
 import numpy as np
 

@@ -17,7 +17,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import timedelta
 
-from configurator import Settings, UserError, configure, run_script
+from configurator import Settings, configure
+from support.script import UserError, print0, run_script
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from support.loader import Loader, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
-from support.ranks import Gradients, gather, print0
+from support.ranks import Gradients, gather
 from support.run_folder import (
     BEST,
     RunFolder,

@@ -29,7 +29,8 @@ from contextlib import ExitStack
 from dataclasses import fields
 from datetime import timedelta
 
-from configurator import Settings, UserError, configure, run_script
+from configurator import Settings, configure
+from support.script import UserError, print0, run_script
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ from support.export import initialize_from, load_weights
 from support.files import write_json
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
-from support.ranks import Gradients, fill, gather, print0
+from support.ranks import Gradients, fill, gather
 from support.run_folder import (
     BEST,
     WEIGHTS,

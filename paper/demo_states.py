@@ -17,7 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from configurator import UserError, configure, run_script
+from configurator import configure
+from support.script import UserError, run_script
 
 from paper.plans import ROOT
 from support.ranks import Throttle

@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/figures.py
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import numpy as np
 import pandas

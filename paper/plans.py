@@ -44,7 +44,8 @@ from dataclasses import fields
 from functools import partial
 from typing import NamedTuple
 
-from configurator import Script, UserError, first_line
+from configurator import Script
+from support.script import UserError, first_line
 
 import torch
 

@@ -44,7 +44,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/probe.py
 
-from configurator import UserError, configure, run_script
+from configurator import configure
+from support.script import UserError, run_script
 
 import numpy as np
 import pandas

@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import pandas
 import torch

@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/sweep.py
 
-from configurator import UserError, first_line, run_script
+from support.script import UserError, first_line, print0, run_script
 
 import torch
 from pandas import DataFrame, Series
@@ -56,7 +56,7 @@ from paper.plans import (
     updates,
     vary,
 )
-from support.ranks import Throttle, print0
+from support.ranks import Throttle
 from support.run_folder import PER_CALL, STOP_SIGNALS, Stopper, script_checksum, settings_of
 
 # Settings that a trainer may take from the weights in init_from.

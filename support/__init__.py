@@ -1,1 +1,1 @@
-"""What the scripts of the root stand on. Nothing here imports one of them but configurator."""
+"""What the scripts of the root stand on. Nothing here imports one of them."""

@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from configurator import first_line, print0
+from support.script import first_line, print0
 
 import torch
 from torch import Tensor

@@ -17,7 +17,7 @@ import pathlib
 import re
 from typing import Self
 
-from configurator import UserError, first_line
+from support.script import UserError, first_line, print0
 
 import huggingface_hub
 import torch
@@ -32,7 +32,6 @@ from support.files import (
     write_json,
     write_tensors,
 )
-from support.ranks import print0
 from support.run_folder import (
     CAUSES,
     CONFIG,

@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 
-from configurator import UserError, first_line
+from support.script import UserError, first_line
 
 Path = str | os.PathLike
 

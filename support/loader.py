@@ -13,13 +13,12 @@ import os
 import re
 import zlib
 
-from configurator import UserError
+from support.script import UserError, print0
 
 import numpy as np
 import torch
 
 from support.files import read_json, write_atomic, write_json
-from support.ranks import print0
 
 MAGIC = 20240520
 HEADER = 256  # length of the header in int32

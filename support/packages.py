@@ -6,7 +6,7 @@ import importlib.util
 import re
 import types
 
-from configurator import UserError
+from support.script import UserError
 
 # The oldest versions that work, as in pyproject.toml. tiktoken 0.10 reads '<|endoftext|>' in a text
 # as a document boundary, 0.11 cannot read GPT-2's files from a folder, and 0.12 takes minutes for a

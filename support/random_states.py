@@ -8,11 +8,13 @@ that is resumed those that it would have drawn.
 import contextlib
 from collections.abc import Iterator
 
+from support.script import print0
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.ranks import gather, print0
+from support.ranks import gather
 
 
 def get_random_states(device: str | torch.device) -> dict[str, Tensor]:

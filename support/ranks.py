@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
-from configurator import UserError, find_rank, first_line, print0, under_torchrun, warn
+from support.script import UserError, find_rank, first_line, print0, under_torchrun, warn
 
 import torch
 import torch.distributed as dist

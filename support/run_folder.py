@@ -35,14 +35,7 @@ import zipfile
 from collections.abc import Iterator
 from itertools import accumulate
 
-from configurator import (
-    Settings,
-    UserError,
-    convert,
-    find_rank,
-    first_line,
-    under_torchrun,
-)
+from support.script import UserError, find_rank, first_line, print0, under_torchrun, warn
 
 import filelock
 import torch
@@ -59,7 +52,8 @@ from support.files import (
     write_json,
     write_text,
 )
-from support.ranks import device_name, out_of_memory, print0, warn
+from support.ranks import device_name, out_of_memory
+from support.values import convert
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
@@ -316,10 +310,11 @@ class RunFolder:
     number of updates, 0 for a new run; records: the log up to it; finished: whether the run had
     done all its updates."""
 
-    def __init__(self, config: Settings, fixed: tuple, script: str):
+    def __init__(self, config: dict, fixed: tuple, script: str):
         """Check and lock the folder config['out_dir'], and if the run is resumed or evaluated, load
-        its checkpoint and set `config` to its settings. Nothing in the folder is changed before
-        `start`. fixed: the settings that a resumed run must keep; script: the trainer's file.
+        its checkpoint and set `config`, the Settings of `configure`, to its settings. Nothing in
+        the folder is changed before `start`. fixed: the settings that a resumed run must keep;
+        script: the trainer's file.
 
         Raises UserError if the folder is in use, holds a run that is neither resumed nor replaced,
         holds files that no run wrote, or if the command line changes a fixed setting."""

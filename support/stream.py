@@ -10,14 +10,14 @@ Shapes: B rows, T tokens per chunk, R rows per micro-batch.
 
 from collections.abc import Callable
 
-from configurator import UserError
+from support.script import UserError, print0
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from support.compiling import fused, graphed
-from support.ranks import Throttle, out_of_memory, print0, run_compiled
+from support.ranks import Throttle, out_of_memory, run_compiled
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.

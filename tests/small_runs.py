@@ -4,7 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from configurator import UserError, configure, run_script
+from configurator import configure
+from support.script import UserError, run_script
 
 import numpy as np
 import pytest

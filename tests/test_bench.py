@@ -3,7 +3,8 @@
 import json
 import sys
 
-from configurator import UserError, configure
+from configurator import configure
+from support.script import UserError
 
 import pytest
 import torch

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 
-from configurator import Script, UserError, configure, run_script
+from configurator import Script, configure
+from support.script import UserError, run_script
 
 import pytest
 from processes import ROOT
@@ -236,8 +237,8 @@ def test_exit_status_and_message_of_a_script(capsys, error, status, printed):
 
 
 PRINT = """
-import configurator
-configurator.run_script(lambda: print('text'))
+from support import script
+script.run_script(lambda: print('text'))
 """
 
 

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import processes
 import pytest

@@ -10,7 +10,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from configurator import UserError, configure
+from configurator import configure
+from support.script import UserError
 
 import numpy as np
 import pytest

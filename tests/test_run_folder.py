@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
-from configurator import TORCHRUN, Settings, UserError
+from configurator import Settings
+from support.script import TORCHRUN, UserError
 
 import pytest
 import torch

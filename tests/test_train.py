@@ -9,7 +9,8 @@ import shutil
 import signal
 import sys
 
-from configurator import UserError, configure
+from configurator import configure
+from support.script import UserError
 
 import numpy as np
 import processes

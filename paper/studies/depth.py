@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import pandas
 from pandas import DataFrame

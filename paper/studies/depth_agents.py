@@ -18,7 +18,7 @@ The first line runs a block: 50 minutes on two cores of a Zen 4. The second adds
 to paper/results/depth_agents.csv.
 """
 
-from configurator import run_script
+from support.script import run_script
 
 from pandas import DataFrame
 

@@ -12,7 +12,7 @@ The first line, with that edit, runs three agents in 25 minutes on two cores of 
 adds them to paper/results/initial_scale.csv and compares them with those of depth_agents.csv.
 """
 
-from configurator import run_script
+from support.script import run_script
 
 from paper.plans import Plan, grid
 from paper.studies import depth, depth_agents

@@ -38,7 +38,7 @@ blocks. The plan has no runs before states_rates.csv has the rates of all models
 
 from pathlib import Path
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import pandas
 from pandas import DataFrame, Series

@@ -20,7 +20,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from configurator import UserError, run_script
+from support.script import UserError, run_script
 
 import pandas
 from pandas import DataFrame
