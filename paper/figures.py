@@ -91,6 +91,7 @@ def runs(folders: Folders) -> DataFrame:
             'finished': False,
             'commit': settings.get('code', {}).get('commit'),
             **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
+            'code': settings.get('code', {}).get('checksum'),
         }
         log, last = DataFrame(records), {}
         for record in records:  # of an evaluation, of an update, or of both
@@ -429,7 +430,7 @@ def main() -> None:
     add('--figure', choices=[*FIGURES], help='draw this one only')
     add('--only', help='a condition on the runs, as in "residual == \'expert\'"')
     add('--out', type=path, help='folder to write to; default: that of the runs')
-    add('--levels', help='split of Boxoban, for a table of solve rates')
+    add('--levels', type=path, help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
@@ -443,6 +444,9 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise UserError(f'--levels: {model} is no agent: leave it out by --only')
+        for plan, n in part.groupby('plan')['code'].nunique().items():
+            if n > 1:
+                print(f'{plan}: {n} versions of the code have trained these runs, see runs.csv')
         is_judged = part[value_of(part)].notna()
         for folder in part['folder'][~is_judged]:
             print(f'left out: {folder}: its last {value_of(part)} is not a number')
@@ -458,7 +462,7 @@ def main() -> None:
         note = '\n'.join(f'{plan}: {sentence}' for plan, sentence in sentences if sentence)
         save_table(value_table(part), f'{out}/table_{model}', note)
         if args.levels:
-            save_table(solve_table(part, args.levels), f'{out}/solved_{model}')
+            save_table(solve_table(part, str(args.levels)), f'{out}/solved_{model}')
 
 
 if __name__ == '__main__':

@@ -415,14 +415,14 @@ PLANS = {
 
 def studies() -> dict[str, str]:
     """Return {plan: module} of the files in paper/studies that define PLAN. Raises UserError if one
-    has the name of a plan of this file."""
-    found = {
-        path.stem.replace('_', '-'): f'paper.studies.{path.stem}'
-        for path in sorted(STUDIES.glob('*.py'))
-        if re.search(r'^PLAN\b', path.read_text(encoding='utf-8'), re.MULTILINE)
-    }
-    if taken := sorted(found.keys() & PLANS.keys()):
-        raise UserError(f'{found[taken[0]]}: {taken[0]} is a plan of plans.py: rename the file')
+    has the name of another plan."""
+    found = {}
+    for path in sorted(STUDIES.glob('*.py')):
+        if re.search(r'^PLAN\b', path.read_text(encoding='utf-8'), re.MULTILINE):
+            name = path.stem.replace('_', '-')
+            if name in PLANS or name in found:
+                raise UserError(f'{path}: there is a plan {name} already: rename the file')
+            found[name] = f'paper.studies.{path.stem}'
     return found
 
 

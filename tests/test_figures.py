@@ -280,10 +280,13 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     plan = tmp_path / 'a[1],$x_{|$'
     for E, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
         settings = {'n_layer': 4 // E, 'n_expert': E, 'recurrent': recurrent, 'seed': seed}
+        settings['code'] = {'checksum': str(E)}
         write_lm(plan / f'{E}{recurrent}{seed}', 9.0, 8.0, 7.0, 6.0, E + seed, **settings)
     write_lm(plan / 'unfinished', 0.0, finished=False)
     main(monkeypatch, *plan.iterdir())
-    assert '8 of 9 runs have finished' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert '8 of 9 runs have finished' in printed
+    assert f'{plan.name}: 2 versions of the code have trained these runs' in printed
     for name in ('allocations', 'saturation', 'learning'):
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8
@@ -348,6 +351,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
         ('--levels=unfiltered-test', '--levels: Transformer is no agent'),
         ('--only=depth == 2', "--only='depth == 2': .*name 'depth' is not defined"),
         ('--out=', 'argument --out: is empty'),
+        ('--levels=', 'argument --levels: is empty'),
     ):
         assert_refused(message, main, monkeypatch, tmp_path, option)
 

@@ -114,8 +114,12 @@ def test_the_plan_in_the_docstring_is_found_by_its_file(tmp_path, monkeypatch):
     folders = [path.name for path in folders_of('weight-decay')]
     assert len(folders) == 9 and 'weight_decay-0.01_seed-3' in folders
     (tmp_path / 'weight_decay.py').rename(tmp_path / 'init_b.py')
-    message = 'paper.studies.init_b: init-b is a plan of plans.py: rename the file'
-    assert_refused(message, plans.find_plan, 'init-b')
+    message = 'there is a plan init-b already: rename the file'
+    assert_refused(f'init_b.py: {message}', plans.find_plan, 'init-b')
+    for name in ('my-plan.py', 'my_plan.py'):
+        (tmp_path / name).write_text('PLAN = None')
+    (tmp_path / 'init_b.py').unlink()
+    assert_refused('my_plan.py: there is a plan my-plan already', plans.find_plan, 'my-plan')
 
 
 def test_two_values_never_share_a_folder():
