@@ -12,7 +12,8 @@ For another figure read the same frame, for example in a notebook in the project
 
 Each figure is a function of such a frame, and returns a figure of matplotlib. `model`, `plan` (the
 folder that holds the run) and `kind` (recurrent or not) name what is compared; a setting that
-differs between runs of equal size and seed is an ablation; the learning rate is tuned first.
+differs between runs of equal size and seed is an ablation. A learning rate that is not the only
+such difference is tuned first. Finished runs that are not drawn are named.
 
 A language model is judged by `loss`, its last validation loss, an agent by `return`, the mean over
 the episodes of its last updates (see judged_return).

@@ -27,8 +27,8 @@ of paper/studies/decay.py, three values of a setting and three seeds of a tiny m
     python -m paper.figures out/decay
 
 A list is an axis: its values distinguish the runs and name their folders. Any other value is the
-same in all runs. A learning rate may be an axis, too: figures show each model at its best rate,
-which the lowest seed chooses; the mean is that of the other seeds alone.
+same in all runs. A learning rate may be an axis, too. Beside other axes it is tuned: figures show
+each model at its best rate, which the lowest seed chooses; the mean is that of the other seeds.
 """
 
 import functools
