@@ -76,7 +76,7 @@ STREAMS = 100
 WARM_UP = 128  # bytes at the start of a stream, in which answers do not count
 TRACKED = 0.95  # accuracy from which on a length counts as tracked
 FLOOR = 'floor: always the likeliest arrangement'
-TITLE = 'Letters are permuted move by move, and the model names the arrangement'
+TITLE = 'Letters are permuted move by move; L layers of E experts name the arrangement'
 
 
 class Answer(NamedTuple):
