@@ -261,7 +261,7 @@ def tabulate(scores: DataFrame) -> DataFrame:
     return DataFrame(rows)
 
 
-def draw(scores: DataFrame) -> Figure:
+def draw(scores: DataFrame, title: str = TITLE) -> Figure:
     """Return a picture of the accuracies over the number of moves, a panel for each task, a color
     for each L. The lengths beyond those of training are shaded."""
     by = ['task', 'line', 'model', 'kind', 'n_layer', 'length']
@@ -277,7 +277,7 @@ def draw(scores: DataFrame) -> Figure:
     points['style'] = points['kind'].map(styles).fillna(':')
     points['panel'] = points['task']
     labels = 'moves since an arrangement was last shown', 'right arrangements'
-    figure = chart(points, 'length', 'accuracy', labels, TITLE, 'sem', to_scale=True)
+    figure = chart(points, 'length', 'accuracy', labels, title, 'sem', to_scale=True)
     for axes, (_, part) in zip(figure.axes, scores.groupby('task', sort=False), strict=True):
         most, last = part.loc[~part['beyond'], 'length'].max(), part['length'].max()
         axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
@@ -327,7 +327,10 @@ def main() -> None:
     table = tabulate(scores)
     note = '*: an answer spans more than W bytes; +: more moves than in training.'
     save_table(table, f'{out}/{name}_table', note)
-    save_figure(draw(scores), out / f'{name}.png')
+    title = (
+        f'{args.erase} erased {args.moves_before} moves before the answer' if args.erase else TITLE
+    )
+    save_figure(draw(scores, title), out / f'{name}.png')
     print(f'{table.round(3).to_string(index=False)}\n{note}')
 
 

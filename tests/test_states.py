@@ -297,6 +297,15 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     assert re.search(r'non-recurrent, L = 2, E = 2, d = 32 \(0.0 MB, \d s\)', printed)
 
 
+def test_scores_of_an_erased_state_have_files_of_their_own(trained_states, tmp_path, monkeypatch):
+    run = trained_states / 'states/recurrent'
+    arguments = '--erase=caches', '--moves_before=3', '--chains=100'
+    score(monkeypatch, run, *arguments, f'--out={tmp_path}')
+    table = pandas.read_csv(tmp_path / 'states_without_caches_3.csv')
+    assert table['length'].to_list() == [3, 4, 5, 6, 7, 8]
+    assert (tmp_path / 'states_without_caches_3.png').exists()
+
+
 @pytest.mark.parametrize(
     'arguments, message',
     [
