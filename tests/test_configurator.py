@@ -215,6 +215,23 @@ def test_a_file_is_written_where_folders_cannot_be_synced(tmp_path, monkeypatch)
     assert (tmp_path / 'a.txt').read_text() == 'text'
 
 
+@pytest.mark.parametrize('folder', ['clone', 'clone/exp', 'exp'])
+def test_a_script_runs_with_the_modules_of_its_own_copy_of_the_project(tmp_path, folder):
+    """With PYTHONSAFEPATH the folder of a script is not searched for modules. A script that lies in
+    no copy of the project takes those that it finds."""
+    script = tmp_path / folder / 'mine.py'
+    script.parent.mkdir(parents=True)
+    (tmp_path / 'clone').mkdir(exist_ok=True)
+    (tmp_path / 'clone/configurator.py').touch()
+    lines = ['from configurator import configure, run_script', 'size = 1']
+    script.write_text('\n'.join([*lines, 'run_script(lambda: configure(globals()) and None)']))
+    env = os.environ | {'PYTHONSAFEPATH': '1', 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    expected = f'error: {script}: would run with the modules of {ROOT}: unset PYTHONPATH'
+    assert done.stderr.startswith(expected if 'clone' in folder else ''), done.stderr
+    assert done.returncode == (2 if 'clone' in folder else 0)
+
+
 # ---- how a script ends ----
 
 

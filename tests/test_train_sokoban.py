@@ -21,6 +21,7 @@ import sokoban
 import train_sokoban
 from convlstm import AgentConfig, build_agent
 from levels import generate
+from support import compiling
 from support.run_folder import LAST, PREV, load_checkpoint, settings_of
 
 
@@ -269,6 +270,23 @@ def test_resume_is_bit_equal(tmp_path, monkeypatch, ppo, patched):
     assert call(script, f'--out_dir={b}', '--resume=True') == 0
     assert_equal(last_of(a), last_of(b))
     assert_equal(read_log(a), read_log(b))
+
+
+def test_a_compiler_that_dies_in_an_evaluation_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """As by a SIGTERM for all processes of a job."""
+
+    def compiled(function):
+        def call(*args):
+            if (tmp_path / 'config.json').exists():  # after the trial
+                raise RuntimeError('g++ was killed')
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(compiling, 'compiled', compiled)
+    assert run_agent(tmp_path, arch='convglu', compile=True, total_steps=12) == 0
+    assert call(train_sokoban, f'--out_dir={tmp_path}', '--eval_only=True') == 0
+    assert capsys.readouterr().out.count('running uncompiled (RuntimeError: g++ was killed)') == 2
 
 
 def test_a_run_that_is_extended_logs_every_episode_once(tmp_path):
