@@ -283,6 +283,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
         raise UserError(f"dtype = {name!r}: expected 'auto', 'float32' or 'bfloat16'")
     if name == 'auto':
         name = 'bfloat16' if bf16_is_fast(device) else 'float32'
+    if name == 'bfloat16' and device == 'cpu' and not bf16_is_fast(device):
+        warn("dtype = 'bfloat16': this CPU emulates it, slowly: --dtype=float32 is faster")
     return getattr(torch, name)
 
 

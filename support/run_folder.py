@@ -454,7 +454,7 @@ class RunFolder:
         if self.config.from_command_line.get('threads') or not threads:
             return
         if threads > cores or wanted != str(threads):
-            reason = f'{cores} cores' if threads > cores else f'OMP_NUM_THREADS = {wanted}'
+            reason = f'fewer cores ({cores})' if threads > cores else f'OMP_NUM_THREADS = {wanted}'
             advice = '--threads=N changes it, and rounding'
             print0(f'threads = {threads}, as at the start of the run, despite {reason}: {advice}')
 

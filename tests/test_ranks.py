@@ -148,3 +148,12 @@ def test_devices_and_dtypes_that_are_not_there_are_refused():
     for name in ('gpu', 'cuda:99'):
         assert_refused('^device = ', ranks.pick_device, name)
     assert_refused("^dtype = 'float16': expected", ranks.pick_dtype, 'float16', 'cpu')
+
+
+def test_a_dtype_that_is_slow_here_is_named(monkeypatch, capsys):
+    """As of a run that another processor has started."""
+    for is_fast in (True, False):
+        monkeypatch.setattr(ranks, 'bf16_is_fast', lambda device, is_fast=is_fast: is_fast)
+        assert ranks.pick_dtype('bfloat16', 'cpu') == torch.bfloat16
+    assert ranks.pick_dtype('auto', 'cpu') == torch.float32
+    assert capsys.readouterr().err.count('warning: ') == 1

@@ -108,7 +108,7 @@ THREADS = [  # OMP_NUM_THREADS, cores, changed settings, what is printed; the ru
     (None, 2, {}, None),
     ('2', 4, {}, None),
     ('1', 4, {}, 'despite OMP_NUM_THREADS = 1'),
-    (None, 1, {'threads': 0}, 'despite 1 cores'),
+    (None, 1, {'threads': 0}, 'despite fewer cores (1)'),
     ('1', 1, {'threads': 2}, None),
 ]
 
@@ -253,6 +253,12 @@ def test_a_resumed_run_names_another_trainer_and_other_code(tmp_path, capsys):
     assert lines('mine.py', 'x = 1', resume=True) == [message]
     (line,) = lines('train_toy.py', 'x = 2', resume=True)
     assert line.startswith('train_toy.py has changed since the run was started (commit ')
+    (tmp_path / 'layer.py').write_text('x = 1')
+    path = tmp_path / 'another'
+    assert lines('train_toy.py', 'import layer') == []
+    (tmp_path / 'layer.py').write_text('x = 2')
+    (line,) = lines('train_toy.py', 'import layer', resume=True)
+    assert line.startswith('modules that train_toy.py imports have changed since')
     config = settings_of(path)
     assert config['code'] == config['starts'][0]['code'] != config['starts'][-1]['code']
 
