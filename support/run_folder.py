@@ -665,9 +665,10 @@ class Stopper:
                 signal.signal(number, self.handle)
 
     def restore(self) -> None:
-        """Restore the former handlers, because a notebook goes on after a run."""
+        """Restore the former handlers, because a notebook goes on after a run. Under torchrun they
+        stay: it sends SIGTERM to a rank that is about to print that another one died."""
         for number, handler in self.handlers.items():
-            if handler is not None:  # one that Python did not install
+            if handler is not None and not under_torchrun():  # None: not installed by Python
                 signal.signal(number, handler)
 
     def handle(self, number: int, frame: object) -> None:
