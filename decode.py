@@ -25,7 +25,7 @@ from ops import Heads, in_window, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
 from support.stream import Stream, copy_state
 
-# ---- a window over a stream of any length ------------------------------------------------------
+# ---- the ring cache ----------------------------------------------------------------------------
 
 
 class RingPosition:
@@ -184,7 +184,7 @@ class Decoder:
     compute_dtype: torch.bfloat16, or torch.float32 for products in the model's dtype; temperature =
     0 is greedy; top_k = 0 and top_p = 1 keep every token; seed: an int, a torch.Generator, or None
     for torch's default generator. Functions are compiled while compiling.fused.enabled, and those
-    that have a Triton override in model.overrides (kernels.choose_overrides) run in it."""
+    that have a Triton override in model.overrides (overrides.choose_overrides) run in it."""
 
     @torch.no_grad()
     def __init__(

@@ -10,7 +10,7 @@ Experts i = 1..E:
 
     u             = a s + b z                                   non-recurrent: u = s
     q_i, k_i, v_i = projections of RMSNorm(u)
-    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      not shared: each expert its own
+    k, v          = sum(k_i) / sqrt(E), sum(v_i) / sqrt(E)      share_kv = False: own k and v
     y_i           = u + Wo_i attend(RMSNorm(q_i), RMSNorm(k), v)    with RoPE, over the cache
     h_i           = y_i + Down_i relu(Up_i RMSNorm(y_i))^2
     s             = A(RMSNorm(h_1), ..., RMSNorm(h_E))          non-recurrent: A(h_1, ..., h_E)
@@ -29,11 +29,11 @@ matrices can be summed before the product without changing the result.
 Training in every mode, validation and decoding call `run_layer`. They differ in the class of the
 linears (ops.Linear or unroll.DeferredLinear), in the cache, in whether `compiling.fused` compiles,
 and in the Triton overrides of `attend`, `experts` and `slice_loss` (kernels.py). Autograd
-differentiates these equations, except where a backward is written by hand: for attention over an
-unroll.ChunkCache, RMSNorm on a CPU, the weights of a DeferredLinear and Triton overrides.
+differentiates these equations, except where a backward is written by hand: attention over an
+unroll.ChunkCache, RMSNorm on a CPU, DeferredLinear, HeadLoss and the Triton overrides.
 
 A cache of keys and values is an unroll.ChunkCache (training and validation of the recurrent model),
-a `SequenceCache` (whole sequences of the other) or a decode.RingCache (decoding). Each has `heads`
+a `SequenceCache` (GPT) or a decode.RingCache (decoding). Each has `heads`
 (ops.Heads), `angles()`, the cos and sin of the rows' positions, and `attend(q, k, unrotated, v)`,
 which stores keys and values and returns the attended values.
 
@@ -78,7 +78,7 @@ from unroll import DeferredLinear, recomputes, release, run_chunk
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one layer. A matrix W is a ops.Linear: calling it on x returns x W^T, for each
+    """Weights of one layer. A matrix W is an ops.Linear: calling it on x returns x W^T, for each
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
     weight, or a setting that layers do not share, add a field here and fill it in
     LayerParams.bind."""
@@ -242,7 +242,7 @@ def experts(
 
 def run_layer(w: LayerWeights, s: Tensor, z: Tensor, cache: object, config: object) -> Tensor:
     """Run one layer on the state s and the embedding z, (N, D) each, and return the next s (N, D).
-    cache: this layer's keys and values; config: a model.ModelConfig."""
+    cache: this layer's keys and values; config: a ModelConfig."""
     gates = None if w.router_q is None else route(w, s, z, config)
     if w.recurrent:
         u, x = mix_state_and_token(s, z, w.a, w.b, w.dtype)
@@ -262,7 +262,8 @@ def step(weights: list[LayerWeights], s: Tensor, z: Tensor, caches: list, config
 
 @fused
 def head_input(s: Tensor, config: object) -> Tensor:
-    """Return the head's input (..., D) from the last layer's output s. config: for your edits."""
+    """Return the head's input (..., D) from the last layer's output s. config: unused; for settings
+    of an edit."""
     return norm(s)
 
 
@@ -367,7 +368,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
 
 # ---- sizes and state -----------------------------------------------------------------------------
 
-NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that are not FLOPs
+NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that FLOPs leave out
 EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
 MODEL_RANGES = {  # of the fields of ModelConfig, and so of settings of train_lm.py
@@ -439,7 +440,7 @@ class State(NamedTuple):
     count: Tensor  # (B,) int64, the number of filled entries
 
     def detach(self) -> 'State':
-        """Return the state without its history in autograd."""
+        """Return the state, detached from the graph of autograd."""
         return State(*(x.detach() for x in self))
 
 
@@ -719,8 +720,8 @@ class RecurrentGPT(LanguageModel):
         return out.transpose(0, 1), State(*new)
 
     def fits_one_graph(self, state: State, T: int) -> bool:
-        """Return whether a chunk is one CUDA graph: whether it is short enough not to run in blocks
-        that are recomputed in the backward (unroll.py)."""
+        """Return whether a chunk is one CUDA graph: whether it is short enough not to be recomputed
+        in segments (unroll.py)."""
         return not recomputes(state.k, self.heads.M, T)
 
 
@@ -729,7 +730,7 @@ class RecurrentGPT(LanguageModel):
 
 @dataclass
 class SequenceCache:
-    """Keys and values of one layer for whole sequences: the cache of model.run_layer in GPT. A
+    """Keys and values of one layer for whole sequences: the cache of `run_layer` in GPT. A
     token sees the last `width` entries, or without a mask all before it."""
 
     B: int

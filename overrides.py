@@ -21,28 +21,33 @@ def choose_overrides(
     compute_dtype: torch.dtype,
     allowed: Iterable[str] | None = None,
 ) -> list[str]:
-    """Replace functions of a language model on a GPU by Triton kernels, in training or, in
-    evaluation mode, in decoding: by those that agree with the functions for B streams. Rank 0
-    decides for all. Return lines that say what is used, and what is not and why.
+    """Choose the Triton overrides that a language model on a GPU uses for B streams, in training
+    or, in evaluation mode, in decoding, and set `model.overrides`. Rank 0 decides for all. Return
+    lines that say what is used, and what is not and why.
 
     compute_dtype: of matrix products; allowed: the names that may be used, None = all. The
-    non-recurrent model has no overrides in training."""
+    non-recurrent model has no overrides in training, where whole sequences make products large."""
     can_override = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
     if not model.head.is_cuda or not can_override:
         return []
     model.overrides, lines = frozenset(), []
-    try:
-        import kernels  # only here: it needs triton, which may be missing or broken
+    if ranks.is_first():
+        try:
+            import kernels  # only here: it needs triton, which may be missing or broken
 
-        if ranks.is_first():
             trial = make_trial(model, B, compute_dtype)
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
             model.overrides, lines = find_agreeing(trial, names)
-    except Exception as error:  # noqa: BLE001  a trial must never end a run
-        lines = [f'Triton overrides cannot be used: {first_line(error)}']
+        except Exception as error:  # noqa: BLE001  a trial must never end a run
+            lines = [f'Triton overrides cannot be used: {first_line(error)}']
     model.overrides = ranks.from_first(model.overrides)
+    if model.overrides:
+        import kernels  # noqa: F401  registers them on the other ranks, too
     model.release()  # segments that were made without overrides
-    return [f'Triton overrides in use: {", ".join(sorted(model.overrides)) or "none"}', *lines]
+    found = ', '.join(sorted(model.overrides)) or 'none'
+    if allowed is not None:
+        found += f' (at most those of the start: {", ".join(sorted(allowed)) or "none"})'
+    return [f'Triton overrides in use: {found}', *lines]
 
 
 def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, list[str]]:
@@ -51,10 +56,13 @@ def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, lis
 
     trial(exact) runs once on random inputs and parameters, with the overrides that are enabled, and
     returns outputs and gradients. trial(True) runs in higher precision: errors are measured against
-    it. An override agrees if, beside those before it, the error of each result is at most three
-    times that without overrides, plus 0.001. Time decides nothing, so that the numbers of a run do
-    not depend on it."""
+    it. An override agrees if, together with those accepted before it, the error of each result is
+    at most three times that without overrides, plus 0.001. Speed is no criterion, so that results
+    do not depend on timing."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest')  # no TF32
     exact = trial(True)
+    torch.set_float32_matmul_precision(precision)
 
     def errors_with(names: frozenset) -> torch.Tensor:
         with use_overrides(names):
@@ -128,7 +136,7 @@ def make_trial(
 def relative_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor:
     """Return the relative error of each tensor of `found`, infinity where it has a NaN. Errors are
     divided by the exact tensor's norm, but at least by 1e-5 of the largest norm, because smaller
-    tensors are zero but for rounding."""
+    tensors hold only rounding errors."""
     norms = torch.stack([x.double().norm() for x in exact])
     pairs = zip(found, exact, strict=True)
     errors = torch.stack([(a.double() - b.double()).norm() for a, b in pairs])

@@ -5,9 +5,10 @@ $ python train_lm.py config/small_L2.py                                    # one
 $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py  # four GPUs
 $ python train_lm.py --out_dir=out/small_L2 --resume=True                  # after a crash or ctrl-C
 
-A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run_folder.py).
-The log line of step n has the loss of update n and, if the model is validated there, the validation
-loss after that update. On a CPU a resumed run is bit-equal to one that was never stopped."""
+A run writes config.json, log.jsonl, checkpoints and its best model into out_dir
+(support/run_folder.py). Line n of the log has the training loss of update n and, where the model is
+validated, the validation loss after it. On a CPU a resumed run is bit-equal to one that was never
+stopped."""
 
 import math
 import signal
@@ -74,7 +75,7 @@ val_streams = 512              # streams into which val_tokens are cut, for any 
 # model (model.py has the equations)
 arch = 'experts'               # 'experts', or a baseline: 'lstm' (lstm.py)
 recurrent = True               # False = the non-recurrent model
-n_layer = 2                    # L, layers; the small budget is L * E = 16 blocks of width 768
+n_layer = 2                    # L, layers; the small budget is L * E = 16 experts of width 768
 n_expert = 8                   # E, experts per layer
 n_embd = 768                   # D, width
 n_head = 0                     # query heads; 0 = D/96 if D % 192 == 0, else D/64 if D % 128 == 0
@@ -104,10 +105,11 @@ baseline_lr = 2e-3             # AdamW, for all weights of arch = 'lstm'
 seed = 1337                    # of the initial weights and the order in which shards are read
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'
 dtype = 'auto'                 # of the model's products: 'float32' (TF32 on a GPU), 'bfloat16', or
-                               # 'auto' (bfloat16 where it is fast; there Muon always uses it)
+                               # 'auto' (bfloat16 where it is fast). Muon always chooses like 'auto'
 compile = True                 # compile fused functions with torch.compile, if that works
-cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
-overrides = True               # on a GPU: use Triton kernels where they agree (overrides.py)
+cuda_graphs = True             # on a GPU: replay forward, backward and optimizer as CUDA graphs
+overrides = True               # on a GPU, with compile: use Triton kernels that agree with the
+                               # functions that they replace (overrides.py)
 mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
                                # for checking)
 threads = 0                    # CPU threads; 0 = torch's choice
@@ -126,19 +128,20 @@ RANGES = {
     'final_lr_ratio': (0, 1),
     'threads': (0, 1024),  # OpenMP fails beyond
 }
-# What builds the model: a setting with the name of a field of ModelConfig sets that field.
+# Settings that define the model. One with the name of a field of ModelConfig sets that field.
 MODEL_SETTINGS = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
-# Settings that a run with init_from does not adopt if the command line changes one of these.
+# A run with init_from does not adopt a setting on the left if the command line changes one on the
+# right.
 DEPENDS_ON = {
     'recurrent': ('arch',),
     **dict.fromkeys(('share_kv', 'init_b', 'residual'), ('recurrent',)),
     'n_head': ('n_embd',),
     'n_kv_head': ('n_head',),
 }
-# What a resumed run keeps, besides its data; the command line may change every other setting.
+# Settings that a resumed run must keep, besides its data; the command line may change the others.
 # device = 'auto', dtype = 'auto' and threads = 0 keep what the run had.
 FIXED = (*MODEL_SETTINGS, 'tokens_per_step', 'seed', 'init_from')
 
@@ -162,13 +165,13 @@ def make_optimizers(model: torch.nn.Module) -> tuple[Muon, torch.optim.AdamW]:
     tensors, because CUDA graphs read them at each replay; the trainer sets them from `peak_lr`."""
     params = model.param_groups()  # by name, a subset of the names below and 'matrices'
     scale = (n_embd / 768) ** -0.5
-    lstm = {'lr': baseline_lr, 'betas': (0.9, 0.95), 'eps': 1e-8}
+    lstm_options = {'lr': baseline_lr, 'betas': (0.9, 0.95), 'eps': 1e-8}
     groups = {
         'embedding': {'lr': embedding_lr * scale},
         'head': {'lr': head_lr * scale},
         'scalars': {'lr': scalar_lr},
-        'lstm_matrices': {**lstm, 'weight_decay': 0.1},
-        'lstm_biases': lstm,
+        'lstm_matrices': {**lstm_options, 'weight_decay': 0.1},
+        'lstm_biases': lstm_options,
     }
     adamw = torch.optim.AdamW(
         [{'params': params[name], **group} for name, group in groups.items() if params.get(name)],
@@ -193,9 +196,9 @@ def make_chunk(
 ) -> Callable:
     """Return chunk(x, y, state), the forward and backward of a micro-batch.
 
-    x, y: tokens and targets (rows, T); state: the state of these rows, replaced in place, or () if
-    none is carried. To the gradients and to `loss_sum`, the cross-entropy, a micro-batch adds its
-    share of the mean over the `total_rows` rows of an update, those of all ranks."""
+    x, y: inputs and targets (rows, T); state: that of these rows, updated in place, () if none is
+    carried. A micro-batch adds its share of the mean over the `total_rows` rows of an update, of
+    all ranks, to the gradients and to `loss_sum` (the cross-entropy)."""
 
     def chunk(x: torch.Tensor, y: torch.Tensor, state: tuple) -> None:
         share = len(x) / total_rows
@@ -215,9 +218,9 @@ def make_update(
     norm: torch.Tensor,
     graphs: dict | None,
 ) -> Callable[[float], None]:
-    """Return update(lr), which clips the gradients, whose global norm is `norm`, and changes the
-    weights; lr: a fraction of the peak learning rates. It is two CUDA graphs around Muon's exchange
-    between the ranks."""
+    """Return update(lr), which clips the gradients to grad_clip (`norm` is their global norm) and
+    updates the weights; lr: a fraction of the peak learning rates. It is two CUDA graphs, because
+    Muon's all-gather between them is not captured."""
 
     def clip_and_orthogonalize() -> list:
         if grad_clip:
@@ -315,17 +318,17 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.share_weights(model)
     model.cuda_graphs = graphs is not None
 
-    # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
-    # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
-    # compilation works.
+    # optimizers and the stream of training. Trial steps, which leave weights and state unchanged,
+    # find the rows of a micro-batch, whether compilation works, and which Triton overrides agree.
     if not eval_only:
         muon, adamw = make_optimizers(model)
         grads = Gradients(model.parameters(), n_extra=2)
         loss_sum, stop_sum = grads.extra  # reduced together with the gradients
         norm = torch.zeros((), device=device_)
         rows = batch_size
-        if folder.saved and not rows and B % folder.saved.get('rows', B) == 0:
-            rows = folder.saved.get('rows', 0)  # so that gradients are summed in the same order
+        saved_rows = folder.saved.get('rows', 0) if folder.saved else 0
+        if not rows and saved_rows and B % saved_rows == 0:
+            rows = saved_rows  # so that gradients are summed in the same order
         train = Stream(
             model, B, T, rows, compute_dtype=compute_dtype, carries=recurrent, graphs=graphs
         )
@@ -375,8 +378,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
         ranks.leave_ranks()
         return 0
 
-    # What an edit draws at random in training, for dropout for example, depends on no trial, and
-    # differs from rank to rank.
+    # Seed what an edit draws in training, such as dropout: after the trials, and differently on
+    # each rank.
     torch.manual_seed(seed + 1000 * rank)
 
     # resume
@@ -391,16 +394,16 @@ def run(config: Settings, at_end: ExitStack) -> int:
             for optimizer, state in zip((muon, adamw), saved['optimizers'], strict=True):
                 ranks.load_moments(optimizer, state)
             loader.load_state_dict(saved['loader'])
-            for t, whole, dim in zip(train.state, saved['state'], train.dims, strict=True):
-                ranks.fill(t, whole.chunk(world, dim)[rank])
+            for t, of_all_ranks, dim in zip(train.state, saved['state'], train.dims, strict=True):
+                ranks.fill(t, of_all_ranks.chunk(world, dim)[rank])
             restore_random_states(saved['rng'], device_)
-        metadata = settings_of(folder.path / BEST)
-        if metadata.get('validated_on') == [val_tokens, val_streams]:
-            best = metadata['best_val_loss']
+        best_model = settings_of(folder.path / BEST)
+        if best_model.get('validated_on') == [val_tokens, val_streams]:
+            best = best_model['best_val_loss']
     saved = folder.saved = None  # free its memory
 
     update = make_update(model, muon, adamw, norm, graphs)
-    peak_lr = next(g['peak_lr'] for o in (muon, adamw) for g in o.param_groups if g['params'])
+    peak_lr = baseline_lr if arch == 'lstm' else learning_rate
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
     metadata = machine(device_, str(compute_dtype))
@@ -411,7 +414,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
-        folder.records.pop()  # it is validated and logged again
+        folder.records.pop()  # logged without a validation, by an earlier eval_interval
     in_use = sorted(model.overrides)
     folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
 

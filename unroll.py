@@ -5,7 +5,7 @@ autograd differentiates it. A nonlinear recurrence cannot be computed by a scan,
 the loop:
 
 - `DeferredLinear` postpones the gradients of weights: one product for many tokens, not one per
-  token. Products are accumulated in fp32, which is also more accurate than bf16.
+  token, accumulated in fp32 on a GPU, which is also more accurate than bf16.
 - `ChunkCache` keeps the keys and values of a layer in preallocated buffers of W + T slots and
   accumulates their gradients in place.
 - Where functions are compiled (compiling.fused), the operations between two matrix products are one
@@ -42,7 +42,7 @@ from ops import (
 from support.compiling import can_capture, enabled_overrides, fused, graphed, use_overrides
 from support.random_states import continuing_from, get_random_states
 
-TILE = 64  # tokens whose attention reads the same slots of a ChunkCache
+TILE = 64  # tokens of a segment, whose attention reads the same slots of a ChunkCache
 GROUP = 8  # tokens whose dK and dV of earlier slots are added by one product
 # On a CPU, one product computes a weight's gradient for CPU_BYTES / (bytes per element) tokens: 16
 # in fp32, 32 in bf16. Fewer tokens would take less memory but more products, each of which a CPU
@@ -69,7 +69,7 @@ class DeferredLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
-            # a list, so that the hook can free x: the hook itself lives as long as the graph of y
+            # a list, so that the hook can drop x: autograd keeps the hook as long as y's graph
             inputs = [x.detach()]
 
             def hook(dy: Tensor) -> None:
@@ -102,8 +102,8 @@ class DeferredLinear(Linear):
 
 
 class EmitWeightGrads(torch.autograd.Function):
-    """Return a chunk's inputs z and s unchanged. Every token depends on them, so this backward runs
-    last, when every DeferredLinear has recorded its calls, and returns their weight gradients."""
+    """Return a chunk's inputs z and s unchanged. The backward runs after that of every token, so it
+    can return the weight gradients of all DeferredLinears."""
 
     @staticmethod
     def forward(ctx, linears, z, s, *weights):
@@ -205,15 +205,16 @@ class ChunkCache:
     the last `width` slots up to its own.
 
     The backward visits tokens in descending order and adds to the gradients `grads` of the slots in
-    place. It adds to the slots of a token's group of GROUP tokens at once, because the tokens that
-    come next need them complete, and to earlier slots by one product per group."""
+    place. It adds to the slots of a token's group of GROUP tokens at once, because the tokens
+    before it in the group, which come next, need them complete, and to earlier slots by one product
+    per group."""
 
-    def __init__(self, slots: CacheLayout, k: Tensor, v: Tensor, width: int):
+    def __init__(self, layout: CacheLayout, k: Tensor, v: Tensor, width: int):
         """k, v: carried entries (N, W, K), keys not rotated; width: at most W."""
         N, W, K = k.shape
-        T = slots.T
-        self.slots = slots
-        self.heads = slots.heads
+        T = layout.T
+        self.layout = layout
+        self.heads = layout.heads
         self.width = width
         self.skip = W - width  # slots that not even the first token sees
         self.t = 0  # the next token
@@ -221,7 +222,7 @@ class ChunkCache:
         # are not filled yet are read with weight 0 and must be finite.
         buffers = k.new_zeros(3, N, W + T, K)
         self.k, self.unrotated, self.v = buffers.unbind(0)
-        self.k[:, :W] = rotate(k, slots.cos[:W], slots.sin[:W])
+        self.k[:, :W] = rotate(k, layout.cos[:W], layout.sin[:W])
         self.unrotated[:, :W] = k
         self.v[:, :W] = v
         self.entries = buffers[1:, :, T:]  # the last W unrotated keys and values, (2, N, W, K)
@@ -232,12 +233,12 @@ class ChunkCache:
         self.grads = None  # gradients of the rotated keys and of the values, (2, N, S, K)
         # gradients (2, N, W, K) of the last W keys, not rotated, and values, from later segments
         self.later_grads = None
-        # a group's rows (see `add`) that are not yet added to the slots before the group
+        # rows (see `add`) of the current group, not yet added to the slots before it
         self.pending = []
 
     def angles(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin (K,) of the next token's position."""
-        return self.slots.angles[self.t]
+        return self.layout.angles[self.t]
 
     def attend(self, q: Tensor, k: Tensor, unrotated: Tensor, v: Tensor) -> Tensor:
         """Store the next token's keys and values, (B, C, K) each, attend from its queries (B, C M,
@@ -247,23 +248,23 @@ class ChunkCache:
         return WindowAttention.apply(self, t, q, k, unrotated, v)
 
     def start_backward(self, t: int) -> None:
-        """Prepare the backward of token t. With the last token, which comes first, a new backward
-        starts."""
-        slots = self.slots
-        if self.grads is None or t == slots.T - 1:
+        """Prepare the backward of token t. A backward starts with the last token, for which the
+        gradients are cleared."""
+        layout = self.layout
+        if self.grads is None or t == layout.T - 1:
             size = (2, *self.k.shape)
-            self.grads = torch.zeros(size, dtype=slots.state_dtype, device=self.k.device)
+            self.grads = torch.zeros(size, dtype=layout.state_dtype, device=self.k.device)
             if self.later_grads is not None:
-                W = slots.W
+                W = layout.W
                 dk, dv = self.later_grads
-                self.grads[0, :, -W:] = rotate(dk, slots.cos[-W:], slots.sin[-W:])
+                self.grads[0, :, -W:] = rotate(dk, layout.cos[-W:], layout.sin[-W:])
                 self.grads[1, :, -W:] = dv
 
     def carried_grads(self) -> Tensor:
         """Return the gradients of the carried keys, not rotated, and values, (2, N, W, K)."""
-        slots, W = self.slots, self.slots.W
+        layout, W = self.layout, self.layout.W
         dk, dv = self.grads[:, :, :W]
-        return torch.stack([rotate(dk, slots.cos[:W], -slots.sin[:W]), dv])
+        return torch.stack([rotate(dk, layout.cos[:W], -layout.sin[:W]), dv])
 
     def add(self, first: int, end: int, offset: int, rows: list[Tensor]) -> None:
         """Add to the gradients of slots first .. end - 1.
@@ -282,47 +283,47 @@ class ChunkCache:
         """Add the rows of the group that starts with token t to the slots before the group."""
         # no token of the group sees slot skip + t, so its weights are zero; a range of `width`
         # slots keeps the products aligned
-        first = max(self.slots.first_with_grad, self.skip + t)
-        if first < self.slots.W + t:
-            self.add(first, self.slots.W + t, offset, rows)
+        first = max(self.layout.first_with_grad, self.skip + t)
+        if first < self.layout.W + t:
+            self.add(first, self.layout.W + t, offset, rows)
 
 
 class WindowAttention(torch.autograd.Function):
     """Attention of token t to its window. q (B, C M, K); k, unrotated and v (B, C, K)."""
 
     @staticmethod
-    def forward(ctx, window, t, q, k, unrotated, v):
-        store(window.token_slots[t], k, unrotated, v)
-        keys, values = window.tile_slots[t // TILE]  # (N, width + n, K)
+    def forward(ctx, cache, t, q, k, unrotated, v):
+        store(cache.token_slots[t], k, unrotated, v)
+        keys, values = cache.tile_slots[t // TILE]  # (N, width + n, K)
         q = q.reshape(len(keys), -1, keys.size(2))  # (N, M, K)
-        bias = window.slots.bias(t, window.width)
+        bias = cache.layout.bias(t, cache.width)
         p = probabilities(torch.bmm(q, keys.mT), bias)  # (N, M, width + n)
-        ctx.window, ctx.t = window, t
+        ctx.cache, ctx.t = cache, t
         ctx.save_for_backward(q, p)
-        return to_experts(torch.bmm(p, values), window.heads)
+        return to_experts(torch.bmm(p, values), cache.heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        window, t = ctx.window, ctx.t
-        slots, heads = window.slots, window.heads
+        cache, t = ctx.cache, ctx.t
+        layout, heads = cache.layout, cache.heads
         q, p = ctx.saved_tensors
-        keys, values = window.tile_slots[t // TILE]
-        window.start_backward(t)
+        keys, values = cache.tile_slots[t // TILE]
+        cache.start_backward(t)
         do = to_cache_heads(grad, heads)  # (N, M, K)
-        ds = scores_backward(torch.bmm(do, values.mT), p, slots.state_dtype)  # (N, M, width + n)
-        tile, group, end = slots.group_of(t)
-        tile += window.skip  # the first slot that the tile reads
+        ds = scores_backward(torch.bmm(do, values.mT), p, layout.state_dtype)  # (N, M, width + n)
+        tile, group, end = layout.group_of(t)
+        tile += cache.skip  # the first slot that the tile reads
         rows = (q, p, ds, do)
-        window.add(slots.W + group, slots.W + end, tile, rows)
-        window.pending.append(rows)
+        cache.add(layout.W + group, layout.W + end, tile, rows)
+        cache.pending.append(rows)
         if t == group:
-            rows = [torch.cat(x, 1) for x in zip(*window.pending, strict=True)]
-            window.add_before_group(t, tile, rows)
-            window.pending = []
-        dq = torch.bmm(ds, keys).view(len(slots.count), -1, heads.K)
+            rows = [torch.cat(x, 1) for x in zip(*cache.pending, strict=True)]
+            cache.add_before_group(t, tile, rows)
+            cache.pending = []
+        dq = torch.bmm(ds, keys).view(len(layout.count), -1, heads.K)
         # complete: all tokens that see this slot have had their backward
-        grads = window.grads[:, :, slots.W + t].to(q.dtype)  # (2, N, K)
+        grads = cache.grads[:, :, layout.W + t].to(q.dtype)  # (2, N, K)
         dk, dv = grads.view(2, -1, heads.C, heads.K).unbind(0)
         return None, None, dq, dk, None, dv
 
@@ -336,14 +337,14 @@ def run_tokens(
     s: Tensor,
     kv: Tensor,
     layers: list[tuple],
-    slots: CacheLayout,
+    layout: CacheLayout,
     config: object,
 ) -> tuple[Tensor, list[ChunkCache]]:
     """Run model.step over the tokens z (T, B, D) from the state s. kv: the carried keys, not
     rotated, and values (2, L, N, W, K). Returns the state after every token, (T, *s.shape), and the
-    layers' windows."""
+    layers' caches."""
     T = len(z)
-    windows = [ChunkCache(slots, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
+    caches = [ChunkCache(layout, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
     if torch.is_grad_enabled():
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
         linears = [x for x in found if x.weight.requires_grad]
@@ -351,14 +352,14 @@ def run_tokens(
     out = []
     # unbind's backward stacks the tokens' gradients; that of z[t] would add T tensors of z's size
     for z_t, *weights in zip(z.unbind(0), *(per_token(w, T) for w in layers), strict=True):
-        s = step(weights, s, z_t, windows, config)
+        s = step(weights, s, z_t, caches, config)
         out.append(s)
-    return torch.stack(out), windows
+    return torch.stack(out), caches
 
 
 # A chunk beyond these limits is recomputed in segments.
-KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
-WHOLE_GRAPH = 2048  # on a GPU: layers x tokens in one CUDA graph
+MAX_KEPT_BYTES = 2**30  # on a CPU: attention weights kept for the backward
+MAX_GRAPH_SIZE = 2048  # on a GPU: layers x tokens in one CUDA graph
 _segments: dict[tuple, 'Segment'] = {}  # by sizes and settings; kept from chunk to chunk
 
 
@@ -366,10 +367,10 @@ def recomputes(k: Tensor, M: int, T: int) -> bool:
     """Return whether a training chunk of T tokens runs in segments that are recomputed. k: the
     carried keys (L, ..., W, K)."""
     if k.is_cuda:
-        return len(k) * T > WHOLE_GRAPH
+        return len(k) * T > MAX_GRAPH_SIZE
     slots = k.size(-2) + min(T, TILE)  # that each token reads
     attention_weights = k[..., 0, 0].numel() * M * T * slots
-    return attention_weights * k.itemsize > KEPT_BYTES
+    return attention_weights * k.itemsize > MAX_KEPT_BYTES
 
 
 def run_chunk(
@@ -401,9 +402,9 @@ def run_chunk(
             ]
             out, kv = Recompute.apply(segments, z, s, kv, count, *tensors_of(layers))
         else:
-            slots = CacheLayout(T, W, count, heads, z.dtype, first_with_grad=W)
-            out, windows = run_tokens(step, z, s, kv, layers, slots, config)
-            kv = torch.stack([window.entries for window in windows], 1)
+            layout = CacheLayout(T, W, count, heads, z.dtype, first_with_grad=W)
+            out, caches = run_tokens(step, z, s, kv, layers, layout, config)
+            kv = torch.stack([cache.entries for cache in caches], 1)
     k, v = kv.view(2, L, B, C, W, K).unbind(0)
     return out, (out[-1].detach().clone(), k, v, (count + T).clamp(max=W))
 
@@ -481,25 +482,25 @@ class Segment:
         autograd that outlive an eager call would tie a captured backward to that call's stream."""
         z, s, kv, count = self.inputs
         z, s, layers = leaf(z), leaf(s), map_weights(leaf, self.layers)
-        slots = CacheLayout(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
+        layout = CacheLayout(len(z), kv.size(3), count, self.heads, z.dtype, first_with_grad=0)
         with use_overrides(self.overrides):
-            out, windows = run_tokens(self.step, z, s, kv, layers, slots, self.config)
-        return out, windows, [z, s, *tensors_of(layers)]
+            out, caches = run_tokens(self.step, z, s, kv, layers, layout, self.config)
+        return out, caches, [z, s, *tensors_of(layers)]
 
     @torch.no_grad()
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the state after every token, and the entries that the next segment starts with."""
-        out, windows, _ = self.run()
-        return out, torch.stack([window.entries for window in windows], 1)
+        out, caches, _ = self.run()
+        return out, torch.stack([cache.entries for cache in caches], 1)
 
     @torch.enable_grad()
     def backward(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return the gradients of z, s, the carried entries (2, L, N, W, K) and the weights."""
-        out, windows, leaves = self.run()
-        for window, grads in zip(windows, self.kv_grad.unbind(1), strict=True):
-            window.later_grads = grads
+        out, caches, leaves = self.run()
+        for cache, grads in zip(caches, self.kv_grad.unbind(1), strict=True):
+            cache.later_grads = grads
         dz, ds, *grads = torch.autograd.grad(out, leaves, self.out_grad, materialize_grads=True)
-        return dz, ds, torch.stack([window.carried_grads() for window in windows], 1), grads
+        return dz, ds, torch.stack([cache.carried_grads() for cache in caches], 1), grads
 
 
 def get_or_make_segment(inputs: tuple, *options: object) -> Segment:

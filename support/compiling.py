@@ -1,5 +1,5 @@
 """Three ways to run a function faster: compiled (`fused`), by a Triton kernel in its place
-(`has_override`), and as a CUDA graph (`graphed`). Each falls back to the function itself."""
+(`has_override`), and as a CUDA graph (`graphed`). If one fails, the plain function runs."""
 
 import ast
 import contextlib
@@ -40,10 +40,10 @@ def fused(f: Callable) -> Callable:
     compilation."""
 
     @functools.wraps(f)
-    def call(*args, **options):
+    def call(*args, **kwargs):
         if fused.enabled and not torch.compiler.is_compiling():
-            return compiled(f)(*args, **options)
-        return f(*args, **options)
+            return compiled(f)(*args, **kwargs)
+        return f(*args, **kwargs)
 
     return call
 
@@ -67,12 +67,12 @@ def has_override(name: str) -> Callable:
 
     def decorate(function):
         @functools.wraps(function)
-        def call(*args, **options):
+        def call(*args, **kwargs):
             result = NotImplemented
             if name in _enabled[-1] and name in registered and not torch.compiler.is_compiling():
                 if not any(getattr(x, 'dtype', None) == torch.float64 for x in args):
-                    result = registered[name](*args, **options)
-            return function(*args, **options) if result is NotImplemented else result
+                    result = registered[name](*args, **kwargs)
+            return function(*args, **kwargs) if result is NotImplemented else result
 
         return call
 
@@ -124,9 +124,8 @@ def graphed(
 
     The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
     it: arguments are read from, and results lie in, the same memory every time. If a capture fails,
-    the reason is printed; from then on that function runs eagerly, and so does every function of
-    `graphs` that has no graph yet, because its arguments may be results of the failed one, which
-    then lie elsewhere in each call.
+    the reason is printed, and no further function of `graphs` is captured, because it may read
+    results of the failed one, which then lie elsewhere in each call.
 
     graphs: a dict that holds graphs by name; they share memory, so that one may read another's
     activations, and must always be called in the same order. generator: the random number generator
@@ -135,8 +134,8 @@ def graphed(
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
-    was_refused = any(g is None and n > 3 for n, g, _ in graphs.values())
-    if graph is None and calls == 3 and not was_refused:
+    has_failed = any(g is None and n > 3 for n, g, _ in graphs.values())
+    if graph is None and calls == 3 and not has_failed:
         pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
         graph, result = capture(name, function, args, pool, generator)
         graphs[name] = calls, graph, result

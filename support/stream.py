@@ -94,8 +94,8 @@ class Stream:
 
     def run(self, name: str, chunk: Callable, x: Tensor, y: Tensor) -> None:
         """Call chunk(x, y, state) for every micro-batch of the tokens x and targets y, (B, T) each,
-        as a CUDA graph of this name; `chunk` replaces the state in place. What is smaller runs
-        eagerly, and so do chunks that the model captures in parts."""
+        as a CUDA graph of this name; `chunk` replaces the state in place. Smaller batches run
+        eagerly, and so do chunks for which the model captures graphs itself."""
         if self.device.type == 'cuda' and x.is_cpu:
             x, y = x.pin_memory(), y.pin_memory()  # copies to the GPU are then asynchronous
         for first in range(0, len(x), self.rows):

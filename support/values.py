@@ -49,7 +49,7 @@ def convert(value: object, default: object) -> object:
 
 def problem_of(name: str, value: object, default: object, allowed: object) -> str:
     """Return what is wrong with a value of the right type, '' if nothing is. allowed: see RANGES
-    above; None for a setting that is not there."""
+    in configurator.py; None for a setting that is not there."""
     if isinstance(allowed, list):
         if not any(type(x) is type(value) and x == value for x in allowed):  # 1 is not True
             choices = ', '.join(str(x) or "''" for x in allowed)

@@ -106,7 +106,7 @@ def test_graphs_of_a_language_model_replay_what_runs_eagerly(
     weights but for rounding, across shards and validations. With whole = 0 the chunk is no graph:
     its blocks of 3 and 2 tokens are."""
     write_shards(tmp_path, val_000000=500, train_000001=8 * 25, train_000002=8 * 17)
-    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', whole)
+    monkeypatch.setattr(unroll, 'MAX_GRAPH_SIZE', whole)
     monkeypatch.setattr(unroll, 'TILE', 3)
     losses, weights = [], []
     for graphs_ in (True, False):
@@ -150,7 +150,7 @@ def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggrega
     if names:
         pytest.importorskip('kernels')  # registers the forms
     monkeypatch.setattr(unroll, 'TILE', 10)
-    monkeypatch.setattr(unroll, 'WHOLE_GRAPH', 0 if 'blocks' in names else 2048)
+    monkeypatch.setattr(unroll, 'MAX_GRAPH_SIZE', 0 if 'blocks' in names else 2048)
     torch.manual_seed(0)
     sizes = {'vocab_size': 512, 'n_expert': 3, 'n_embd': D, 'window': 40, 'block_size': 24}
     model = RecurrentGPT(ModelConfig(aggregation=aggregation, share_kv=share_kv, **sizes))

@@ -71,7 +71,7 @@ def test_every_mode_follows_a_hack(tmp_path, monkeypatch, hack):
     """The script prints the losses of the plain mode, and the patch changes them."""
     group = 'agents' if 'convlstm' in hack else 'models'
     printed = check_patched(tmp_path, [hack], group, SETTINGS.get(hack, {}))
-    for owner, name in ((compiling.fused, 'enabled'), (unroll, 'KEPT_BYTES')):
+    for owner, name in ((compiling.fused, 'enabled'), (unroll, 'MAX_KEPT_BYTES')):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
     unpatched = check.train_agent({}) if group == 'agents' else check.train_stream(check.make({}))
     assert list(map(float, printed.splitlines()[0].split())) != pytest.approx(unpatched[0])

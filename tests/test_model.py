@@ -1,4 +1,4 @@
-"""Test model.py, model.py, unroll.py, unroll.py and kernels.py: every mode of both models is
+"""Test model.py and unroll.py and kernels.py: every mode of both models is
 compared with reference.py in values, gradients and states, chunk by chunk. Then follow tests of
 states, head and loss, and sizes."""
 
@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch):
-    monkeypatch.setattr(unroll, 'KEPT_BYTES', unroll.KEPT_BYTES)  # compare() sets it
+    monkeypatch.setattr(unroll, 'MAX_KEPT_BYTES', unroll.MAX_KEPT_BYTES)  # compare() sets it
     monkeypatch.setattr(compiling.fused, 'enabled', False)
     unroll.release()
 
@@ -58,7 +58,8 @@ MODES = {
 
 
 def set_mode(model, mode):
-    model.config.mode, compiling.fused.enabled, model.cuda_graphs, unroll.KEPT_BYTES = MODES[mode]
+    model.config.mode, compiling.fused.enabled, *others = MODES[mode]
+    model.cuda_graphs, unroll.MAX_KEPT_BYTES = others
 
 
 def reset(state, row):

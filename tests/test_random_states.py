@@ -40,12 +40,12 @@ def test_a_recomputed_segment_draws_the_same_numbers_again(monkeypatch, mode):
     """Loss, gradients and what is drawn afterwards are those of a chunk that is not recomputed, of
     three segments and two layers with dropout."""
     monkeypatch.setattr(unroll, 'TILE', 3)
-    monkeypatch.setattr(unroll, 'KEPT_BYTES', unroll.KEPT_BYTES)
+    monkeypatch.setattr(unroll, 'MAX_KEPT_BYTES', unroll.MAX_KEPT_BYTES)
     experts = model_file.experts
     monkeypatch.setattr(model_file, 'experts', lambda *args: F.dropout(experts(*args), 0.3))
     model, x, y = make(RecurrentGPT, mode=mode), tokens(2, 8), tokens(2, 8, seed=1)
     found = []
-    for unroll.KEPT_BYTES in (2**30, 0):
+    for unroll.MAX_KEPT_BYTES in (2**30, 0):
         torch.manual_seed(0)
         loss = model(x, y)[0].objective
         found.append([loss, torch.rand(3), gradients(model, loss), torch.rand(3)])

@@ -50,7 +50,7 @@ SIZES = {
     'window': 3,
     'router_dim': 5,
 }
-# name: config.mode, fused.enabled, unroll.KEPT_BYTES
+# name: config.mode, fused.enabled, unroll.MAX_KEPT_BYTES
 MODES = {
     'plain': ('plain', False, 2**30),
     'fast': ('fast', False, 2**30),
@@ -70,7 +70,7 @@ def make(settings, recurrent=True, mode='plain', **sizes):
 
 
 def set_mode(model, mode):
-    model.config.mode, compiling.fused.enabled, unroll.KEPT_BYTES = MODES[mode]
+    model.config.mode, compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES[mode]
 
 
 def train(model, loss_of, updates=3):
