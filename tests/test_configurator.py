@@ -223,8 +223,10 @@ def test_a_script_runs_with_the_modules_of_its_own_copy_of_the_project(tmp_path,
     script.parent.mkdir(parents=True)
     (tmp_path / 'clone').mkdir(exist_ok=True)
     (tmp_path / 'clone/configurator.py').touch()
-    lines = ['from configurator import configure, run_script', 'size = 1']
-    script.write_text('\n'.join([*lines, 'run_script(lambda: configure(globals()) and None)']))
+    lines = ['from configurator import configure', 'from support.script import run_script']
+    script.write_text(
+        '\n'.join([*lines, 'size = 1', 'run_script(lambda: configure(globals()) and None)'])
+    )
     env = os.environ | {'PYTHONSAFEPATH': '1', 'PYTHONPATH': str(ROOT)}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
     expected = f'error: {script}: would run with the modules of {ROOT}: unset PYTHONPATH'
