@@ -68,6 +68,7 @@ AGGREGATIONS = ('sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2')
 PLANES = ((0, 0), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2))
 ACTIONS = 4
 Z = 32  # channels of the encoder's output z
+GATES = 4  # of a ConvLSTM's cell: i, f, g and o
 HEADS = 8  # attention queries of the head's pooling
 
 AGENT_RANGES = {  # of the fields of AgentConfig, and so of settings of train_sokoban.py
@@ -148,12 +149,12 @@ def lstm_cell(
 ) -> tuple[Tensor, Tensor]:
     """Return the new c and h (B, Y, X, E, D) of a layer's experts.
 
-    c: (B, Y, X, E, D), or None for zero. gain, bias: (E, 4, D). parts: convolution outputs
-    (B, Y, X, E * 4 * D), whose sum is normalized over the 4 D gate channels of each expert."""
+    c: (B, Y, X, E, D), or None for zero. gain, bias: (E, GATES, D). parts: convolution outputs
+    (B, Y, X, E * GATES * D), whose sum is normalized over the gate channels of each expert."""
     x = parts[0].to(gain.dtype)
     for part in parts[1:]:
         x = x + part.to(gain.dtype)
-    x = x.unflatten(-1, gain.shape)  # (B, Y, X, E, 4, D)
+    x = x.unflatten(-1, gain.shape)  # (B, Y, X, E, GATES, D)
     i, f, g, o = (rms_norm(x, (-2, -1)) * gain + bias).unbind(-2)
     new_c = torch.sigmoid(i) * torch.tanh(g)
     if c is not None:
@@ -350,11 +351,11 @@ class ConvLSTM(Agent):
             # layer 1 of a non-recurrent agent reads z alone: its ws and wh are empty
             C = D if config.recurrent or l > 0 else 0
             fan_in = 9 * (Z + 2 * C)
-            self.wz.append(normal(E * 4 * D, Z, 3, 3, fan_in=fan_in))
-            self.ws.append(normal(E * 4 * D, C, 3, 3, fan_in=fan_in))
-            self.wh.append(normal(E * 4 * D, C, 3, 3, fan_in=fan_in))
-            self.gain.append(torch.ones(E, 4, D))
-            self.bias.append(torch.zeros(E, 4, D))
+            self.wz.append(normal(E * GATES * D, Z, 3, 3, fan_in=fan_in))
+            self.ws.append(normal(E * GATES * D, C, 3, 3, fan_in=fan_in))
+            self.wh.append(normal(E * GATES * D, C, 3, 3, fan_in=fan_in))
+            self.gain.append(torch.ones(E, GATES, D))
+            self.bias.append(torch.zeros(E, GATES, D))
             self.bias[l].data[:, 1] = 1  # of the forget gate
 
     def init_state(self, B: int) -> State:
@@ -378,7 +379,8 @@ class ConvLSTM(Agent):
 
     def below(self, ws: Tensor | None, wh: Tensor | None, s: Tensor, h: Tensor) -> list[Tensor]:
         """Return what s (B, Y, X, D) and h (B, Y, X, E, D) of the layer below add to the gates, as
-        terms (B, Y, X, E * 4 * D) of a sum. ws, wh: weights, None for one that is not needed."""
+        terms (B, Y, X, E * GATES * D) of a sum. ws, wh: weights, None for one that is not
+        needed."""
         if self.config.radius >= 0:
             h = torch.cat([ring_sum(h, self.config.radius), h], -1)
         terms = [] if ws is None else [self.conv(s, ws)]

@@ -11,6 +11,18 @@ or local text. train_lm.py reads them (loader.py has their format).
     python data_fineweb.py --text='books/*.txt,web.jsonl.xz'  # local text; quote the patterns
     python data_fineweb.py --demo=True --tokenizer=bytes      # 233 speeches, shipped in corpus/
 
+Documents that a function yields, the same in every call, take a script of your own, which has the
+settings of this one (`python squares.py --tokenizer=bytes`):
+
+    import data_fineweb
+    from configurator import run_script
+
+    def squares():
+        for n in range(10_000):
+            yield f'The square of {n} is {n * n}.'
+
+    run_script(lambda: data_fineweb.main(squares))
+
 An end-of-text token precedes every document, and a document may cross shards. Shard 0 is for
 validation: fineweb_val_000000.bin, then fineweb_train_000001.bin and so on. meta.json beside them
 says what they were prepared from. A last shard of less than 1% of `shard_tokens` is dropped.
@@ -86,7 +98,7 @@ demo = False          # the speeches in corpus/, shuffled with seed 1337
 column = 'text'       # column, or key, that holds the documents
 skip_bad = False      # leave out documents that are null, damaged or cannot be tokenized, and print
                       # how many; False = stop at the first
-shuffle_seed = -1     # of --text: >= 0 shuffles the documents in memory
+shuffle_seed = -1     # of --text and functions: >= 0 shuffles the documents in memory
 shards = 0            # of --dataset: number of training shards; 0 = the whole data set
 subset = ''           # of --dataset: configuration of the data set, such as 'sample-10BT'
 split = 'train'       # of --dataset: split of the data set
@@ -327,11 +339,30 @@ def cut_into_blocks(texts: Iterable[Text], n: int) -> Iterator[Text]:
 
 
 def open_files(paths: list[str], seed: int, config: dict) -> Source:
-    """Return the source of --text. All files are read once, so that bad input is reported before
-    the work starts, and the name has a hash of the text. seed >= 0: shuffle the documents."""
+    """Return the source of --text. seed: as in open_texts."""
+    names = ', '.join(os.path.basename(path) for path in paths[:3])
+    names += ', ...' if len(paths) > 3 else ''
+    return open_texts(lambda: read_texts(paths, config['column']), names, seed, config)
+
+
+def open_function(documents: Callable[[], Iterable[str]], config: dict) -> Source:
+    """Return the source of the documents that a function yields."""
+    name = documents.__name__
+
+    def read() -> Iterator[Text]:
+        for number, value in enumerate(documents(), 1):
+            yield Text(f'{name}, document {number}', True, value)
+
+    return open_texts(read, name, config['shuffle_seed'], config)
+
+
+def open_texts(read: Callable[[], Iterator[Text]], names: str, seed: int, config: dict) -> Source:
+    """Return the source of the texts that read() yields, the same in every call. All are read once,
+    so that bad input is reported before the work starts, and the source's name, `names`, gets a
+    hash of the text. seed >= 0: shuffle the documents."""
     count, size = 0, 0  # documents, bytes
     digest = hashlib.sha256()
-    for text in read_texts(paths, config['column']):
+    for text in read():
         data = b''
         if isinstance(text.value, str):
             data = text.value.encode(errors='replace')
@@ -340,8 +371,6 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
         count += text.is_start
         size += len(data)
         digest.update(len(data).to_bytes(8, 'little') + data)
-    names = ', '.join(os.path.basename(path) for path in paths[:3])
-    names += ', ...' if len(paths) > 3 else ''
     if size < MIN_BYTES:
         raise UserError(f'{names}: {size} bytes of text are too few: at least {MIN_BYTES}')
     names += f': {count} documents, {size} bytes, sha256 {digest.hexdigest()[:16]}'
@@ -351,7 +380,7 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
     documents = []  # lists of parts, if they are shuffled
 
     def texts() -> Iterator[Text]:
-        texts = read_texts(paths, config['column'])
+        texts = read()
         if count < FEW_DOCUMENTS:
             return cut_into_blocks(texts, max(1, min(BLOCK, size // 40)))  # 40 blocks or more
         return texts
@@ -714,11 +743,12 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
     return shlex.join(['python', 'train_lm.py', f'config/{config}.py', *flags])
 
 
-def make_shards(config: dict) -> None:
-    """Prepare the shards that the settings describe, and print the command that trains on them."""
+def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = None) -> None:
+    """Prepare the shards that the settings describe, and print the command that trains on them.
+    documents: a function that yields the documents, in place of a source among the settings."""
     tokenizer, text, dataset = config['tokenizer'], config['text'], config['dataset']
-    sources = [bool(text), bool(dataset), config['demo'], config['pretokenized'] > 0]
-    if sources.count(True) != 1:
+    sources = [text, dataset, config['demo'], config['pretokenized'], documents]
+    if sum(map(bool, sources)) != 1:
         raise UserError(
             'choose one source: --pretokenized=14 (FineWeb, ready-made), --dataset=NAME, '
             '--text=FILES or --demo=True'
@@ -730,7 +760,7 @@ def make_shards(config: dict) -> None:
     if dataset:
         name = os.path.basename(os.path.abspath(dataset))
     else:
-        name = 'text' if text else 'sotu'
+        name = documents.__name__ if documents else 'text' if text else 'sotu'
     name = f'{name}_{tokenizer}'
     if config['pretokenized'] or dataset and name == 'fineweb_gpt2':
         name = 'fineweb'
@@ -739,6 +769,8 @@ def make_shards(config: dict) -> None:
         source = open_dataset(folder, config)
     elif config['demo']:
         source = open_files([DEMO_CORPUS], DEMO_SEED, config)
+    elif documents:
+        source = open_function(documents, config)
     elif text:
         source = open_files(expand_paths(text), config['shuffle_seed'], config)
     os.makedirs(folder, exist_ok=True)
@@ -760,8 +792,8 @@ def make_shards(config: dict) -> None:
 
 
 @explain_errors('--shuffle_seed holds all text in memory: leave it out')
-def main() -> None:
-    make_shards(configure(globals()))
+def main(documents: Callable[[], Iterable[str]] | None = None) -> None:
+    make_shards(configure(globals()), documents)
 
 
 if __name__ == '__main__':

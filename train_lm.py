@@ -284,9 +284,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
         )
     val_shards = find_shards(data_dir, 'val', tokenizer)
     val_x, val_y = load_val(val_shards, val_tokens, val_streams, V, share=(rank, world))
-    text_bytes = math.nan  # remains nan without GPT-2's tokenizer, which nothing else needs
+    bytes_of = torch.full((V,), math.nan)  # stays nan without GPT-2's tokenizer, needed here alone
     with suppress(UserError):
-        text_bytes = float(token_bytes(tokenizer)[val_y.numpy()].sum())
+        bytes_of = torch.from_numpy(token_bytes(tokenizer))
     val_x, val_y = val_x.to(device_), val_y.to(device_)
     train_shards = []
     if not eval_only:
@@ -358,12 +358,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
     valid.choose_rows(valid.score_chunk)
     model.train()
 
-    def validate() -> tuple[float, float]:
-        """Return the validation loss in nats per token and in bits per byte."""
+    def validate(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+        """Return the loss on texts x and their targets y, this rank's part of them, in nats per
+        token and in bits per byte."""
         model.eval()
-        sums = ranks.run_compiled(lambda: valid.score(val_x, val_y))
+        sums = ranks.run_compiled(lambda: valid.score(x, y))
         model.train()
-        totals = torch.cat([sums, sums.new_tensor([text_bytes])])
+        totals = torch.cat([sums, sums.new_tensor([bytes_of[y.cpu()].sum()])])
         if world > 1:
             dist.all_reduce(totals)
         nats, tokens, size = totals.tolist()
@@ -371,7 +372,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
     unit = 'byte' if tokenizer == 'bytes' else 'token'
     if eval_only:
-        loss, bits = validate()
+        loss, bits = validate(val_x, val_y)
         n = val_streams * val_x.size(1)
         text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {n:,} tokens'
         print0(f'{out_dir}, step {folder.step}: validation loss {text}')
@@ -449,7 +450,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         if step > logged_at:  # a resumed run may have been logged here before
             if due:
                 start = time.perf_counter()
-                loss, bits = validate()
+                loss, bits = validate(val_x, val_y)
                 val_seconds = time.perf_counter() - start
                 record |= {'val_loss': loss, 'val_bits_per_byte': bits, 'val_seconds': val_seconds}
                 text = f'val loss {loss:.4f} | {bits:.4f} bits per byte | {val_seconds:.1f} s'
