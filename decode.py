@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import LanguageModel, State, head_input, run_layer, softcap, step
+from model import LanguageModel, State, evaluating, head_input, run_layer, softcap, step
 from ops import Heads, in_window, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
 from support.stream import Stream, copy_state
@@ -334,5 +334,7 @@ def generate(
         expected = 'expected texts (B, T) with T of at least 1, and n of at least 0'
         raise ValueError(f'ids of shape {tuple(ids.shape)}, n = {n}: {expected}')
     ids = ids.to(model.embedding.device)
-    decoder = Decoder(model, len(ids), temperature=temperature, top_k=top_k, seed=seed, top_p=top_p)
-    return torch.cat([ids, *(token[:, None] for token in decoder.generate(ids, n))], 1)
+    options = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
+    with evaluating(model):
+        tokens = list(Decoder(model, len(ids), **options).generate(ids, n))
+    return torch.cat([ids, *(token[:, None] for token in tokens)], 1)

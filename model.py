@@ -47,7 +47,9 @@ window, r width of the router. Matrix products have the dtype `dtype`; s, z and 
 stay in the wider dtype of the state.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -849,6 +851,18 @@ def run_layer_on_sequence(
         for old, new in zip(cached, cache.new, strict=True)
     )
     return s, k, v
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode within a with statement: an edit, such as dropout, may read
+    its `training`."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 @torch.no_grad()

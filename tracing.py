@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as model_file
-from model import LanguageModel, State, step
+from model import LanguageModel, State, evaluating, step
 from ops import Heads, Linear, in_window, rope_table, rotate, to_experts
 
 
@@ -80,9 +80,9 @@ class KeptWeights:
 
 @torch.no_grad()
 def trace(model: LanguageModel, ids: Tensor, state: State | None = None) -> Trace:
-    """Return a Trace of the texts ids (B, T), read in the dtype of the model from a state, by
-    default the initial one. With a state, attention weights are (B, E, H, T, W + T): those of the W
-    entries that it carries come first. They take memory for all tokens."""
+    """Return a Trace of the texts ids (B, T), read in the dtype of the model and in evaluation
+    mode from a state, by default the initial one. With a state, attention weights are (B, E, H, T,
+    W + T): those of the W entries that it carries come first. They take memory for all tokens."""
     B, T = ids.shape
     z = model.embed(ids)  # (B, T, D)
     start = model.init_state(B) if state is None else state
@@ -95,7 +95,7 @@ def trace(model: LanguageModel, ids: Tensor, state: State | None = None) -> Trac
         return outputs[-1]
 
     original = model_file.run_layer
-    with torch.autocast(ids.device.type, enabled=False):
+    with evaluating(model), torch.autocast(ids.device.type, enabled=False):
         weights = [w._replace(down=KeptInputs(w.down)) for w in model.bind_weights(B, z.dtype)]
         caches = [
             KeptWeights(model.heads, T, w.window, *entries, start.count)

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +33,24 @@ def run(command, ranks=1, **options):
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+def apply_hacks(folder, *hacks):
+    """Copy the modules of the project to `folder`, and apply patches of tests/hacks there."""
+    for file in ROOT.glob('*.py'):
+        shutil.copy(file, folder)
+    for name in ('corpus', 'support'):
+        (folder / name).symlink_to(ROOT / name)
+    for hack in hacks:
+        patch = ROOT / 'tests' / 'hacks' / f'{hack}.patch'
+        subprocess.run(['git', 'apply', str(patch)], cwd=folder, check=True)
+
+
+def run_in(folder, *command):
+    """Run a command of Python that must succeed with the modules in `folder` and in tests/; return
+    what it prints."""
+    path = os.pathsep.join([str(folder), str(ROOT / 'tests')])
+    return output_of(start(command, cwd=folder, env=os.environ | {'PYTHONPATH': path}))
 
 
 def output_of(process):

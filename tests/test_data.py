@@ -42,11 +42,11 @@ def write_jsonl(path, documents):
     path.write_text(''.join(json.dumps({'id': 1, 'text': text}) + '\n' for text in documents))
 
 
-def prepare(folder, **changes):
+def prepare(folder, documents=None, **changes):
     """Prepare shards of 3,000 byte tokens after one of 50 for validation; return all tokens."""
     sizes = {'shard_tokens': 3000, 'val_tokens': 50}
     config = {**DEFAULTS, **sizes, 'data_dir': str(folder), **changes}
-    df.make_shards(config)
+    df.make_shards(config, documents)
     name = config['tokenizer']
     paths = [path for split in ('val', 'train') for path in find_shards(folder, split, name)]
     return np.concatenate([read_shard(path, VOCAB[name]) for path in paths])
@@ -85,6 +85,10 @@ configs:
 """
 
 
+def generated():
+    yield from DOCUMENTS
+
+
 @pytest.fixture(scope='module')
 def sources(tmp_path_factory):
     """Return the settings that read DOCUMENTS as files, as a folder, and by `datasets` from a
@@ -100,13 +104,14 @@ def sources(tmp_path_factory):
         'text': {'text': f'{files}/0.*, {files}/1.jsonl'},
         'folder': {'dataset': str(files)},
         'card': {'dataset': str(described)},
+        'function': {'documents': generated},
     }
 
 
 # ---- documents to shards ----
 
 
-@pytest.mark.parametrize('source', ['text', 'folder', 'card'])
+@pytest.mark.parametrize('source', ['text', 'folder', 'card', 'function'])
 def test_a_killed_preparation_continues_with_the_same_bytes(sources, tmp_path, monkeypatch, source):
     """The kill comes before each write of a shard or of meta.json in turn. At most one shard is
     lost, and the shards are not accepted before the end."""
@@ -124,6 +129,15 @@ def test_a_killed_preparation_continues_with_the_same_bytes(sources, tmp_path, m
         (folder / '.fineweb_train_000001.bin.01230123.tmp').write_bytes(b'half a file')
         prepare(folder, **settings)
         assert read_files(folder) == expected and not list(folder.glob('.*.tmp'))
+
+
+def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(tmp_path, capsys):
+    rest = prepare(tmp_path, generated, shuffle_seed=1)
+    assert sorted(rest) == sorted(stream_of(DOCUMENTS)) and list(rest) != list(stream_of(DOCUMENTS))
+    assert f'generated: {len(DOCUMENTS)} documents, ' in capsys.readouterr().out
+    assert_refused('was prepared with source', prepare, tmp_path, lambda: DOCUMENTS[1:])
+    assert_refused('choose one source', prepare, tmp_path / 'new', generated, demo=True)
+    assert_refused('document 2: 7 is not text', prepare, tmp_path / 'new', lambda: ['a', 7])
 
 
 def test_more_shards_leave_the_finished_ones_unchanged(sources, tmp_path, monkeypatch):

@@ -3,8 +3,6 @@ project; there, every mode trains and decodes as the patched plain mode does, an
 unpatched one."""
 
 import os
-import shutil
-import subprocess
 import sys
 
 import processes
@@ -24,6 +22,10 @@ SETTINGS = {
     'g_max_convlstm': {'aggregation': 'max'},
     'j_looped_layers': {'n_loop': 2},
     'k_window_per_layer': {'windows': (4, 2)},
+    'n_top_k': {'active_experts': 2, 'aggregation': 'softmax_l2'},
+    'o_delay': {'delay': 2},
+    'p_mixed_recurrence': {'n_recurrent': 1},
+    'w_thinking_convlstm': {'core_steps': 2},
 }
 # the most lines that a hack may add: what the project promises
 LINES = {'j_looped_layers': 4, 'k_window_per_layer': 6, 'l_tied_head': 1}
@@ -32,6 +34,10 @@ EDITS = {
     'j_looped_layers': ['--n_loop=2'],
     'k_window_per_layer': ['--windows=(16,8)'],
     'l_tied_head': [],
+    'n_top_k': ['--n_expert=3', '--active_experts=2', '--aggregation=softmax_l2'],
+    'o_delay': ['--delay=2'],
+    'p_mixed_recurrence': ['--n_recurrent=1'],
+    'q_gain': [],
 }
 # hacks that are tested together; alone each is tested with --long
 TOGETHER = ['b_swiglu', 'e_z_loss', 'j_looped_layers', 'k_window_per_layer', 'l_tied_head']
@@ -54,16 +60,13 @@ def run_check(folder, *arguments):
 
 def check_patched(folder, hacks, *arguments):
     """Copy the modules of the project to `folder`, apply the patches there, and run check.py."""
-    for file in ROOT.glob('*.py'):
-        shutil.copy(file, folder)
-    for name in ('corpus', 'support'):
-        (folder / name).symlink_to(ROOT / name)
-    for hack in hacks:
-        subprocess.run(['git', 'apply', str(HACKS[hack])], cwd=folder, check=True)
+    processes.apply_hacks(folder, *hacks)
     return run_check(folder, *arguments)
 
 
-FOLLOWED = [hack for hack in HACKS if hack != 'm_two_chunks']  # which leaves a chunk as it is
+# Those of train_lm.py leave a chunk as it is.
+OF_TRAINER = ('m_two_chunks', 'r_linear_decay', 's_second_validation', 'u_log_states')
+FOLLOWED = [hack for hack in HACKS if hack not in OF_TRAINER]
 
 
 @pytest.mark.parametrize('hack', with_long(FOLLOWED, 'g_max_convlstm'))

@@ -8,7 +8,8 @@ import reference
 import torch
 from reference import assert_close, assert_same_state, make, rms_norm, rotate, tokens
 
-from model import GPT, RecurrentGPT
+from decode import generate
+from model import GPT, LayerParams, RecurrentGPT
 from tracing import trace
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
@@ -85,6 +86,20 @@ def kept_entries(state):
     W = state.k.size(3)
     empty = torch.arange(W) < W - state.count[:, None]  # (B, W)
     return {name: getattr(state, name).masked_fill(empty[:, None, :, None], 0) for name in 'kv'}
+
+
+@both_models
+def test_the_model_is_in_evaluation_mode_and_then_trains_again(model_type, monkeypatch):
+    """An edit, such as dropout, reads the model's flag."""
+    model, modes, bind = make(model_type), [], LayerParams.bind
+    monkeypatch.setattr(
+        LayerParams, 'bind', lambda w, *args: modes.append(w.training) or bind(w, *args)
+    )
+    trace(model, tokens(1, 3))
+    generate(model, tokens(1, 3), 2)
+    assert modes and not any(modes) and model.training and model.layers[0].training
+    generate(model.eval(), tokens(1, 3), 2)
+    assert not model.training
 
 
 @both_models
