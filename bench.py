@@ -51,6 +51,7 @@ from model import ModelConfig, State, build_model, randomize
 from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
+from support.code import code_record
 from support.compiling import fused, graphed
 from support.files import write_json, write_text
 from support.ranks import Gradients
@@ -453,7 +454,7 @@ def main() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {'command': shlex.join(sys.argv), 'date': time.strftime('%Y-%m-%d %H:%M %z')}
     about |= run_folder.machine(device_, str(machine.compute_dtype))
-    about['code'] = run_folder.code_record(__file__)
+    about['code'] = code_record(__file__)
     report = {**about, 'settings': config, 'results': []}
     table = ''
     for i, cell in enumerate(cells):

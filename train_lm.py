@@ -35,16 +35,8 @@ from support.muon import Muon
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, gather
-from support.run_folder import (
-    BEST,
-    RunFolder,
-    Stopper,
-    machine,
-    mfu,
-    restoring,
-    settings_of,
-    sizes_in,
-)
+from support.run_folder import BEST, RunFolder, machine, mfu, restoring, settings_of, sizes_in
+from support.signals import Stopper
 from support.stream import Stream, copy_state
 from tokenizer import VOCAB, token_bytes
 

@@ -56,16 +56,8 @@ from support.files import write_json
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, fill, gather
-from support.run_folder import (
-    BEST,
-    WEIGHTS,
-    RunFolder,
-    Stopper,
-    machine,
-    restoring,
-    settings_of,
-    sizes_in,
-)
+from support.run_folder import BEST, WEIGHTS, RunFolder, machine, restoring, settings_of, sizes_in
+from support.signals import Stopper
 
 # -----------------------------------------------------------------------------
 # fmt: off

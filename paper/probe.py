@@ -58,9 +58,10 @@ from convlstm import PLANES, Agent, build_agent, load_agent
 from levels import AGENT, CELLS, load_level_sets, plan_image
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
+from support.code import code_record
 from support.files import write_json, write_tensors, write_text
 from support.plots import Figure, chart, plain, save_figure
-from support.run_folder import PER_CALL, code_record
+from support.run_folder import PER_CALL
 
 # -----------------------------------------------------------------------------
 # fmt: off

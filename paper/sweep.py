@@ -56,8 +56,10 @@ from paper.plans import (
     updates,
     vary,
 )
+from support.code import script_checksum
 from support.ranks import Throttle
-from support.run_folder import PER_CALL, STOP_SIGNALS, Stopper, script_checksum, settings_of
+from support.run_folder import PER_CALL, settings_of
+from support.signals import STOP_SIGNALS, Stopper
 
 # Settings that a trainer may take from the weights in init_from.
 MODEL_SETTINGS = (*AGENT_SETTINGS, 'tokenizer', *(field.name for field in fields(ModelConfig)))

@@ -16,7 +16,6 @@ Checkpoints hold tensors and plain types and are read with weights_only=True, so
 from a stranger cannot run code. Under torchrun only rank 0 writes files.
 """
 
-import ast
 import contextlib
 import errno
 import json
@@ -26,22 +25,18 @@ import pickle
 import platform
 import shlex
 import shutil
-import signal
 import struct
-import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
-from itertools import accumulate
 
-from support.script import UserError, find_rank, first_line, print0, under_torchrun, warn
+from support.script import UserError, find_rank, first_line, print0, warn
 
 import filelock
 import torch
 import torch.distributed as dist
 
-from support.compiling import source_hash
+from support.code import PROJECT, code_record
 from support.files import (
     Path,
     plain,
@@ -53,9 +48,9 @@ from support.files import (
     write_text,
 )
 from support.ranks import device_name, out_of_memory
+from support.trackers import open_trackers
 from support.values import convert
 
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.lock'  # locked by filelock while a run uses the folder, and names its process
@@ -142,66 +137,6 @@ def sizes_in(folder: Path) -> dict:
     metadata = read_metadata(export)
     with restoring(export / CONFIG):
         return {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
-
-
-# ---- the code of a run ----
-
-
-def modules_of(script: Path) -> list[pathlib.Path]:
-    """Return the file of a script, then those of all modules of its folder and of the project that
-    it imports, directly or not, as their import statements say."""
-    found = [pathlib.Path(script).resolve()]
-    folders = [found[0].parent, PROJECT]  # in the order in which Python searches them
-    for file in found:  # which grows
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            names, places = [], folders
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [f'{node.module or ""}.{alias.name}'.strip('.') for alias in node.names]
-                places = [file.parents[node.level - 1]] if node.level else folders
-            for name in names:
-                for stem in accumulate(name.split('.'), '{}/{}'.format):  # of a.b: a, a/b
-                    ends = f'{stem}/__init__.py', f'{stem}.py'
-                    paths = [place / end for place in places for end in ends]
-                    path = next((path for path in paths if path.is_file()), file)
-                    found += [path] if path not in found else []
-    return found
-
-
-def commit_of(files: list[Path]) -> str:
-    """Return the git commit of the project's folder, with '-dirty' if one of these files has
-    changed since or is not in it; 'unknown' if git does not keep the project's files."""
-    # GIT_DIR and the like, of a hook for example, name another repository.
-    env = {name: x for name, x in os.environ.items() if not name.startswith('GIT_')}
-    git = ['git', '--no-optional-locks', '-C', PROJECT]
-    options = {'capture_output': True, 'text': True, 'env': env}
-    try:
-        subprocess.run([*git, 'ls-files', '--error-unmatch', __file__], check=True, **options)
-        name = subprocess.run([*git, 'rev-parse', '--short=12', 'HEAD'], check=True, **options)
-        changed = subprocess.run([*git, 'status', '--porcelain', '--ignored', *files], **options)
-    except (OSError, subprocess.CalledProcessError):
-        return 'unknown'
-    is_dirty = changed.stdout or changed.returncode  # git fails for a file outside
-    return name.stdout.strip() + ('-dirty' if is_dirty else '')
-
-
-def script_checksum(script: Path) -> str:
-    """Return a checksum of a script alone. Comments, docstrings and layout do not change it."""
-    return source_hash([pathlib.Path(script).read_bytes()])
-
-
-def code_record(script: Path) -> dict[str, str]:
-    """Return what config.json tells about the code of a script, which need not run: a checksum of
-    its file and of all modules of the project that it imports, one of its file alone, the folder of
-    the modules, and their commit."""
-    files = modules_of(script)
-    return {
-        'checksum': source_hash(path.read_bytes() for path in files),
-        'script_checksum': script_checksum(script),
-        'folder': str(PROJECT),
-        'commit': commit_of(files),
-    }
 
 
 # ---- the machine ----
@@ -566,116 +501,3 @@ class RunFolder:
             except Exception as error:  # noqa: BLE001  a tracker must never end a run
                 warn(f'{name}: {first_line(error)}')
         self.unlock()
-
-
-# ---- trackers ----
-
-
-def open_trackers(config: dict, metadata: dict, first_step: int | None) -> dict[str, tuple]:
-    """Return {name: (write(record), close())} for TensorBoard and Weights & Biases, where settings
-    ask for them. Both get the settings, and the numbers of each record. first_step: of a resumed
-    run; TensorBoard hides what it wrote before from there on. The id of a run of Weights & Biases
-    is kept in `metadata`. A tracker that cannot be opened is left out, with a warning."""
-    openers = {'tensorboard': open_tensorboard, 'wandb': open_wandb}
-    trackers = {}
-    for name in [name for name in openers if config[name]]:
-        try:
-            trackers[name] = openers[name](config, metadata, first_step)
-        except Exception as error:  # noqa: BLE001  a tracker must never end a run
-            warn(f'{name} is switched off: {first_line(error)}')
-    return trackers
-
-
-def numbers_in(record: dict) -> dict[str, float]:
-    """Return the entries of a record that are numbers."""
-    return {name: x for name, x in record.items() if isinstance(x, (int, float))}
-
-
-def open_tensorboard(config: dict, metadata: dict, first_step: int | None) -> tuple:
-    """Return write(record) and close() for TensorBoard files in the run's folder."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    board = SummaryWriter(config['out_dir'], purge_step=first_step)
-    board.add_text('settings', '\n'.join(f'    {k} = {v!r}' for k, v in config.items()))
-
-    def write(record: dict) -> None:
-        for name, x in numbers_in(record).items():
-            board.add_scalar(name, x, record['step'])
-
-    return write, board.close
-
-
-def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
-    """Return write(record) and close() for a run of Weights & Biases, with which a resumed run goes
-    on. A copy of a run's folder gets a run of its own."""
-    import wandb
-
-    options = {
-        'project': config['wandb_project'],
-        'name': config['out_dir'],
-        'config': dict(config),
-    }
-    path, former = os.path.realpath(config['out_dir']), metadata.get('wandb_id')
-    if first_step is not None and former and 'WANDB_RUN_ID' not in os.environ:
-        folder = metadata.get('wandb_folder', path)
-        if folder == path:
-            options |= {'id': former, 'resume': 'allow'}
-        else:
-            advice = (
-                f'if it was only moved, WANDB_RUN_ID={former} WANDB_RESUME=allow keeps {former}'
-            )
-            print0(f'wandb: a new run, because {path} is a copy of {folder}; {advice}')
-    run = wandb.init(dir=config['out_dir'], **options)
-    metadata |= {'wandb_id': run.id, 'wandb_folder': path}
-
-    def write(record: dict) -> None:
-        run.log(numbers_in(record), step=record['step'])
-
-    return write, run.finish
-
-
-# ---- signals ----
-
-
-# Signals that ask a program to stop. A closed terminal sends SIGHUP (not under nohup), and batch
-# systems one of the last three, some minutes before they kill a job.
-STOP_SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-)
-
-
-class Stopper:
-    """Turn STOP_SIGNALS into a flag, until `restore` is called. The loop reads
-    `stopper.signal` (None, or the signal's number) between updates, saves and ends.
-
-    A second ctrl-C raises KeyboardInterrupt at once. Under torchrun each ctrl-C arrives twice, from
-    the terminal and from the launcher, so that a second one within a second is ignored. The ranks
-    must agree on the flag (all-reduce) before they act on it. A Stopper must be created in the main
-    thread, because Python handles signals there."""
-
-    def __init__(self):
-        self.signal = None
-        self.time = 0.0  # of the first signal
-        self.handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number, handler in self.handlers.items():
-            # A library, such as NCCL, may use one of the last three for something else.
-            is_ours = number in STOP_SIGNALS[:3] and handler != signal.SIG_IGN
-            if is_ours or handler == signal.SIG_DFL:
-                signal.signal(number, self.handle)
-
-    def restore(self) -> None:
-        """Restore the former handlers, because a notebook goes on after a run. Under torchrun they
-        stay: it sends SIGTERM to a rank that is about to print that another one died."""
-        for number, handler in self.handlers.items():
-            if handler is not None and not under_torchrun():  # None: not installed by Python
-                signal.signal(number, handler)
-
-    def handle(self, number: int, frame: object) -> None:
-        """Set the flag."""
-        if self.signal is None:
-            self.signal, self.time = number, time.monotonic()
-            with contextlib.suppress(OSError):  # the terminal is gone; print is not safe here
-                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
-        elif number == signal.SIGINT and time.monotonic() - self.time > under_torchrun():
-            raise KeyboardInterrupt

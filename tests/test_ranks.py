@@ -13,7 +13,8 @@ from small_runs import assert_refused, lm_arguments
 
 from support import compiling, ranks
 from support.ranks import Gradients
-from support.run_folder import Stopper, is_finished
+from support.run_folder import is_finished
+from support.signals import Stopper
 
 # ---- standard output that cannot be written
 

@@ -21,19 +21,18 @@ import pytest
 import torch
 from small_runs import assert_refused, run_lm
 
-from support import plots, run_folder
+from support import code, plots, run_folder
+from support.code import code_record, modules_of
 from support.run_folder import (
     LAST,
     PREV,
     RunFolder,
-    Stopper,
-    code_record,
     load_checkpoint,
     load_last,
     log_of,
-    modules_of,
     settings_of,
 )
+from support.signals import Stopper
 
 DEFAULTS = {
     'out_dir': 'out/lm',
@@ -179,13 +178,13 @@ def project(tmp_path, monkeypatch):
         'package/part.py': 'from .deep import nothing\n',
         'package/deep.py': 'from unknown import *\n',
         'package/unused.py': '',
-        'support/run_folder.py': '',
+        'support/code.py': '',
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    monkeypatch.setattr(run_folder, 'PROJECT', root)
-    monkeypatch.setattr(run_folder, '__file__', str(root / 'support/run_folder.py'))
+    monkeypatch.setattr(code, 'PROJECT', root)
+    monkeypatch.setattr(code, '__file__', str(root / 'support/code.py'))
     return root
 
 

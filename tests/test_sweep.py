@@ -19,7 +19,8 @@ from small_runs import AGENT, LM, assert_refused
 
 from paper import figures, plans, sweep
 from paper.plans import Plan, grid
-from support.run_folder import is_finished, log_of, script_checksum, settings_of
+from support.code import script_checksum
+from support.run_folder import is_finished, log_of, settings_of
 
 FAKE = '''
 """A trainer with settings and files of train_lm.py that learns nothing."""
