@@ -15,7 +15,7 @@ Documents that a function yields, the same in every call, take a script of your 
 settings of this one (`python squares.py --tokenizer=bytes`):
 
     import data_fineweb
-    from configurator import run_script
+    from support.script import run_script
 
     def squares():
         for n in range(10_000):

@@ -7,6 +7,7 @@ import random
 import re
 import shlex
 import shutil
+import textwrap
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import filelock
 import huggingface_hub
 import numpy as np
 import pytest
-from processes import ROOT
+from processes import ROOT, output_of, start
 from small_runs import assert_refused, error_of
 
 import data_fineweb as df
@@ -138,6 +139,15 @@ def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(
     assert_refused('was prepared with source', prepare, tmp_path, lambda: DOCUMENTS[1:])
     assert_refused('choose one source', prepare, tmp_path / 'new', generated, demo=True)
     assert_refused('document 2: 7 is not text', prepare, tmp_path / 'new', lambda: ['a', 7])
+
+
+def test_the_script_of_the_docstring_prepares_what_its_function_yields(tmp_path):
+    code = df.__doc__.partition('bytes`):\n')[2].partition('An end-of-text token')[0]
+    (tmp_path / 'squares.py').write_text(textwrap.dedent(code))
+    env = os.environ | {'PYTHONPATH': str(ROOT)}
+    output_of(start(['squares.py', '--tokenizer=bytes'], cwd=tmp_path, env=env))
+    (shard,) = find_shards(tmp_path / 'data/squares_bytes', 'val', 'bytes')
+    assert bytes(read_shard(shard, 256)[1:38]) == b'The square of 0 is 0.\xffThe square of 1'
 
 
 def test_more_shards_leave_the_finished_ones_unchanged(sources, tmp_path, monkeypatch):
