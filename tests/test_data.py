@@ -147,7 +147,9 @@ def test_the_script_of_the_docstring_prepares_what_its_function_yields(tmp_path)
     env = os.environ | {'PYTHONPATH': str(ROOT)}
     output_of(start(['squares.py', '--tokenizer=bytes'], cwd=tmp_path, env=env))
     (shard,) = find_shards(tmp_path / 'data/squares_bytes', 'val', 'bytes')
-    assert bytes(read_shard(shard, 256)[1:38]) == b'The square of 0 is 0.\xffThe square of 1'
+    assert (
+        bytes(read_shard(shard, 256)[1:38].tolist()) == b'The square of 0 is 0.\xffThe square of 1'
+    )
 
 
 def test_more_shards_leave_the_finished_ones_unchanged(sources, tmp_path, monkeypatch):
