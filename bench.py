@@ -189,9 +189,11 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         model, B, T, compute_dtype=machine.compute_dtype, carries=model.recurrent, graphs=graphs
     )
     chunk = train_lm.make_chunk(model, B * machine.world, loss, stream.autocast)
+    most = stream.rows
     stream.choose_rows(chunk)
     if fused.enabled:
         choose_overrides(model, stream.rows, machine.compute_dtype, allowed_overrides(mode))
+        stream.set_rows(most)
         stream.choose_rows(chunk)
     update = train_lm.make_update(model, muon, adamw, norm, graphs)
     x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))

@@ -602,7 +602,8 @@ class Experts(torch.autograd.Function):
         du, dy, dattended = _input_backward(dx, dact, ry, f, wo.w, up.w)
         for linear, x, grad in ((down, act, dx_low), (up, f, dact), (wo, attended, dy)):
             if linear.weight.requires_grad:
-                linear.record(x, grad)
+                # detached, or autograd's graph would hold itself if the backward is interrupted
+                linear.record(x.detach(), grad)
         dcoef = (h * ds).sum(-1, keepdim=True).to(ds.dtype) if ctx.needs_input_grad[3] else None
         return None, du, dattended, dcoef
 

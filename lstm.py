@@ -27,6 +27,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     recurrent = True
     stream_dims = (1, 1)  # the dimension of h and of c that counts streams
+    cuda_graphs = False  # no chunk runs in parts
     overrides = frozenset()  # it has no Triton overrides
     tied = LanguageModel.tied
     num_params = LanguageModel.num_params

@@ -21,9 +21,10 @@ def choose_overrides(
     compute_dtype: torch.dtype,
     allowed: Iterable[str] | None = None,
 ) -> list[str]:
-    """Choose the Triton overrides that a language model on a GPU uses for B streams, in training
-    or, in evaluation mode, in decoding, and set `model.overrides`. Rank 0 decides for all. Return
-    lines that say what is used, and what is not and why.
+    """Choose the Triton overrides that a language model on a GPU uses for B streams, or as many as
+    a trial has memory for, in training or, in evaluation mode, in decoding, and set
+    `model.overrides`. Rank 0 decides for all. Return lines that say what is used, and what is not
+    and why.
 
     compute_dtype: of matrix products; allowed: the names that may be used, None = all. The
     non-recurrent model has no overrides in training, where whole sequences make products large."""
@@ -35,9 +36,8 @@ def choose_overrides(
         try:
             import kernels  # only here: it needs triton, which may be missing or broken
 
-            trial = make_trial(model, B, compute_dtype)
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
-            model.overrides, lines = find_agreeing(trial, names)
+            model.overrides, lines = find_in_memory(model, B, compute_dtype, names)
         except Exception as error:  # noqa: BLE001  a trial must never end a run
             lines = [f'Triton overrides cannot be used: {first_line(error)}']
     model.overrides = ranks.from_first(model.overrides)
@@ -48,6 +48,21 @@ def choose_overrides(
     if allowed is not None:
         found += f' (at most those of the start: {", ".join(sorted(allowed)) or "none"})'
     return [f'Triton overrides in use: {found}', *lines]
+
+
+def find_in_memory(
+    model: LanguageModel, B: int, compute_dtype: torch.dtype, names: Iterable[str]
+) -> tuple[frozenset, list[str]]:
+    """Return what `find_agreeing` finds for B streams, or for a half, a quarter, ... of them
+    whose trial fits in memory."""
+    while True:
+        try:
+            return find_agreeing(make_trial(model, B, compute_dtype), names)
+        except torch.OutOfMemoryError:  # in fp32 a trial may take more than training does
+            if B == 1:
+                raise
+        ranks.release_memory()
+        B //= 2
 
 
 def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, list[str]]:
@@ -76,6 +91,8 @@ def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, lis
         else:
             try:
                 errors = errors_with(agreeing | {name})
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # noqa: BLE001  an override must never end a run
                 reason = first_line(error)
             else:

@@ -194,7 +194,8 @@ def score_text(
         raise UserError(f'score = {score!r}: there is no text in it')
     ids = torch.from_numpy(tokenizer.encode_document(text).astype(np.int64))[None]  # (1, 1 + n)
     T = min(model.config.block_size, EVAL_CHUNK)
-    sums = Stream(model, 1, T, compute_dtype=compute_dtype).score(ids[:, :-1], ids[:, 1:], progress)
+    stream = Stream(model, 1, T, 1, compute_dtype=compute_dtype)
+    sums = stream.score(ids[:, :-1], ids[:, 1:], progress)
     nats, tokens = sums.tolist()
     size = len(text.encode())  # bytes
     loss = f'{nats / size:.4f} nats per byte, {nats / size / math.log(2):.4f} bits per byte'

@@ -228,12 +228,15 @@ def make_update(
             group['lr'].fill_(group['peak_lr'] * lr)
         shares = graphed(graphs, 'orthogonalize', clip_and_orthogonalize)
         muon.gather(shares)
-        graphed(graphs, 'change weights', change_weights, shares)
+        graphed(graphs, 'change weights', change_weights, shares, needs='orthogonalize')
 
     return update
 
 
-@ranks.explain_errors('a smaller model, batch_size or block_size takes less')
+@ranks.explain_errors(
+    'a smaller batch_size, block_size or model takes less, and so does --cuda_graphs=False; '
+    '--resume=True continues from the last checkpoint'
+)
 def main(config: Settings) -> int:
     """Train, or only validate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""
@@ -310,8 +313,28 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.share_weights(model)
     model.cuda_graphs = graphs is not None
 
-    # optimizers and the stream of training. Trial steps, which leave weights and state unchanged,
-    # find the rows of a micro-batch, whether compilation works, and which Triton overrides agree.
+    # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
+    # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
+    # compilation works. The graph of a validation keeps its memory beside training, and the other
+    # way round. So a new run, which starts with a validation, sizes it first, in an eighth of the
+    # memory; a resumed run keeps its rows of training.
+    start = time.perf_counter()
+    valid = Stream(
+        model,
+        len(val_x),
+        min(T, EVAL_CHUNK),
+        compute_dtype=compute_dtype,
+        may_shrink=True,
+        graphs=graphs,
+    )
+
+    def size_validation(**limits: float) -> None:
+        model.eval()
+        valid.choose_rows(valid.score_chunk, **limits)
+        model.train()
+
+    if not folder.saved:
+        size_validation(share=1 / 8)
     if not eval_only:
         muon, adamw = make_optimizers(model)
         grads = Gradients(model.parameters(), n_extra=2)
@@ -321,34 +344,24 @@ def run(config: Settings, at_end: ExitStack) -> int:
         saved_rows = folder.saved.get('rows', 0) if folder.saved else 0
         if not rows and saved_rows and B % saved_rows == 0:
             rows = saved_rows  # so that gradients are summed in the same order
-        train = Stream(
-            model, B, T, rows, compute_dtype=compute_dtype, carries=recurrent, graphs=graphs
-        )
-        start = time.perf_counter()
+        train = Stream(model, B, T, compute_dtype=compute_dtype, carries=recurrent, graphs=graphs)
         chunk = make_chunk(model, B * world, loss_sum, train.autocast)
-        train.choose_rows(chunk, fixed=batch_size > 0)
+        most = rows or train.rows
+        train.set_rows(most)
+        fit = {'fixed': batch_size > 0, 'spare': valid.memory}
+        train.choose_rows(chunk, **fit)
         if overrides and fused.enabled:
             # a resumed run takes at most those that it had
             allowed = folder.saved.get('overrides') if folder.saved else None
             for line in choose_overrides(model, train.rows, compute_dtype, allowed):
                 print0(line)
-            if model.overrides:
-                train.choose_rows(chunk, fixed=batch_size > 0)  # compile again with them
+            if model.overrides:  # compile again with them; they may take less memory
+                train.set_rows(most)
+                train.choose_rows(chunk, **fit)
         grads.zero()
         print0(f'{train.rows} rows per micro-batch (trials: {time.perf_counter() - start:.0f} s)')
-
-    # validation, in the memory that is left
-    valid = Stream(
-        model,
-        len(val_x),
-        min(T, EVAL_CHUNK),
-        compute_dtype=compute_dtype,
-        may_shrink=True,
-        graphs=graphs,
-    )
-    model.eval()
-    valid.choose_rows(valid.score_chunk)
-    model.train()
+    if folder.saved:
+        size_validation(spare=0 if eval_only else train.memory)
 
     def validate(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
         """Return the loss on texts x and their targets y, this rank's part of them, in nats per

@@ -305,7 +305,10 @@ def progress_line(record: dict) -> str:
     )
 
 
-@ranks.explain_errors('fewer n_envs, or a smaller unroll')
+@ranks.explain_errors(
+    'fewer n_envs or a smaller unroll take less, and so does --cuda_graphs=False; --resume=True '
+    'continues from the last checkpoint'
+)
 def main(config: Settings) -> int:
     """Train, or only evaluate with eval_only. Return the exit status: 0 = done, 1 = the loss was
     not finite, 128 + signal = stopped."""

@@ -4,6 +4,7 @@
 import ast
 import contextlib
 import functools
+import gc
 import hashlib
 import inspect
 import os
@@ -112,33 +113,39 @@ def use_overrides(names: frozenset) -> Iterator[None]:
 
 # ---- CUDA graphs -------------------------------------------------------------------------------
 
+captures: dict[str, str] = {}  # by name of a graph: '' if it was captured, or why it was not
+
 
 def graphed(
     graphs: dict | None,
     name: str,
     function: Callable,
     *args: object,
+    needs: str = '',
     generator: torch.Generator | None = None,
 ) -> object:
     """Call function(*args) as a CUDA graph; with graphs = None, just call it.
 
     The first three calls run eagerly. The fourth captures the graph; it and all later calls replay
     it: arguments are read from, and results lie in, the same memory every time. If a capture fails,
-    the reason is printed, and no further function of `graphs` is captured, because it may read
-    results of the failed one, which then lie elsewhere in each call.
+    the reason is printed, and from then on that function runs eagerly.
 
     graphs: a dict that holds graphs by name; they share memory, so that one may read another's
-    activations, and must always be called in the same order. generator: the random number generator
-    of `function`, unless that is torch's default. Release the loss of an eager call before the
-    next one: a capture fails on autograd nodes that another stream has created."""
+    results, and must always be called in the same order. needs: the name of the graph whose results
+    are among `args`; without that graph they lie elsewhere in each call, and `function` runs
+    eagerly, too. generator: the random number generator of `function`, unless that is torch's
+    default. Release the loss of an eager call before the next one: a capture fails on autograd
+    nodes that another stream has created."""
     if graphs is None:
         return function(*args)
     calls, graph, result = graphs.get(name, (0, None, None))  # calls: the eager ones
-    has_failed = any(g is None and n > 3 for n, g, _ in graphs.values())
-    if graph is None and calls == 3 and not has_failed:
-        pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
-        graph, result = capture(name, function, args, pool, generator)
-        graphs[name] = calls, graph, result
+    if graph is None and calls == 3:
+        if needs and graphs[needs][1] is None:
+            report_refusal(name, f'it needs the graph of {needs!r}')
+        else:
+            pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
+            graph, result = capture(name, function, args, pool, generator)
+            graphs[name] = calls, graph, result
     if graph is None:  # one of the first calls, or the capture failed
         result = function(*args)
         graphs[name] = calls + 1, None, None
@@ -159,6 +166,7 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
+    gc.collect()  # an error's frames may hold autograd nodes of another stream
     try:
         # After an error the stream of the capture would stay the current one: the outer block sets
         # it back. thread_local: other threads load data meanwhile.
@@ -168,12 +176,15 @@ def capture(
     except RuntimeError as error:
         report_refusal(name, first_line(error.__context__ or error))
         return None, None
+    captures.setdefault(name, '')
     return graph, result
 
 
-@functools.cache  # once per reason: a long chunk has several graphs of one name
 def report_refusal(name: str, reason: str) -> None:
-    """Print on rank 0 why there is no CUDA graph of this name: ranks run the same code."""
+    """Note, and print on rank 0, why there is no CUDA graph of this name."""
+    if captures.get(name) == reason:  # a long chunk has several graphs of one name
+        return
+    captures[name] = reason
     print0(f'no CUDA graph of {name!r}: it runs eagerly, slower ({reason})')
 
 

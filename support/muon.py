@@ -86,8 +86,10 @@ class Muon(torch.optim.Optimizer):
     def gather(self, batches: list['Batch']) -> None:
         """Fill every batch with the shares of all ranks. With one rank there is nothing to do."""
         if dist.is_initialized():
+            # torch 2.11 has only the old name, of which later ones warn
+            gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
             for batch in batches:
-                dist.all_gather_into_tensor(batch.matrices, batch.share)
+                gather(batch.matrices, batch.share)
 
     @torch.no_grad()
     def apply(self, batches: list['Batch']) -> None:

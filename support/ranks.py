@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import datetime
+import gc
 import math
 import os
 import pathlib
@@ -84,6 +85,9 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
     backend = 'gloo'
     if device.startswith('cuda'):
         backend = 'cpu:gloo,cuda:nccl'
+        # Less fragmentation. Torch reads this when CUDA starts.
+        if not {'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'} & os.environ.keys():
+            os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     else:
@@ -98,7 +102,11 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
         restarts = os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)
         store, _, _ = next(dist.rendezvous('env://', timeout=TIMEOUT))
         store = dist.PrefixStore(f'attempt {restarts}', store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        # With a device, NCCL starts here, and barriers do not have to guess it.
+        bound = torch.device(device) if device.startswith('cuda') else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=bound
+        )
     return rank, world, device
 
 
@@ -297,6 +305,13 @@ def device_name(device: str) -> str:
         cpus = pathlib.Path('/proc/cpuinfo').read_text()
         name = re.search(r'model name\s*: (.*)', cpus)[1]
     return f'CPU {name.strip()}'
+
+
+def release_memory() -> None:
+    """Free the GPU memory of what is no longer used. Autograd's graphs may hold cycles of objects,
+    which only the garbage collector frees."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def out_of_memory(error: BaseException) -> str:

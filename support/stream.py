@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.compiling import fused, graphed
-from support.ranks import Throttle, out_of_memory, run_compiled
+from support.ranks import Throttle, out_of_memory, release_memory, run_compiled
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -40,8 +40,9 @@ class Stream:
 
     The model has `head`, a tensor on its device; `init_state(B)`, the state, a tuple of tensors,
     and `stream_dims`, the dimension of each that counts rows; `forward` and `core` as in
-    model.LanguageModel; `fits_one_graph(state, T)`, whether a chunk can be one CUDA graph; and
-    `release()`, which frees memory that it keeps between chunks."""
+    model.LanguageModel; `fits_one_graph(state, T)`, whether a chunk can be one CUDA graph;
+    `cuda_graphs`, whether the parts of another chunk are; and `release()`, which frees memory that
+    it keeps between chunks."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Stream:
         may_shrink: bool = False,
         graphs: dict | None = None,
     ):
-        """rows: R, a divisor of B; 0 = the most, of which `choose_rows` finds those that fit.
+        """rows: R, a divisor of B; 0 = those that fit, which `choose_rows` finds.
         compute_dtype: dtype of matrix products; may_shrink: whether B may be reduced to R, for
         texts that are scored; graphs: a dict for CUDA graphs, None = run eagerly."""
         self.model, self.B, self.T, self.graphs = model, B, T, graphs
@@ -67,23 +68,50 @@ class Stream:
         self.state = ()
         sums_dtype = torch.float32 if self.device.type == 'mps' else torch.float64  # mps has none
         self.sums = torch.zeros(2, dtype=sums_dtype, device=self.device)  # of `score`
+        self.memory = 0  # bytes that a chunk takes on a GPU, as found by `choose_rows`
         most = most_rows(B, T, self.device)
         self.set_rows(rows or (most if may_shrink else divisor(B, most)))
+        if rows:
+            self.allocate()
 
     def set_rows(self, rows: int) -> None:
-        """Allocate the inputs, the targets and the state of a micro-batch and, in the first call,
-        the state of all B rows."""
-        self.x = self.y = self.part = None  # free them first
+        """Set the rows of a micro-batch, and free its memory."""
+        self.x = self.y = self.part = None
         self.rows = rows
         if self.may_shrink:
             self.B, self.state = rows, ()
-        self.x, self.y = torch.zeros(2, rows, self.T, dtype=torch.int64, device=self.device)
+
+    def allocate(self) -> None:
+        """Allocate the inputs, the targets and the state of a micro-batch and, in the first call,
+        the state of all B rows."""
+        self.x, self.y = torch.zeros(2, self.rows, self.T, dtype=torch.int64, device=self.device)
         with self.autocast:  # keys and values of the state take its dtype
             if self.carries and not self.state:
+                self.check_state_size()
                 self.state = self.model.init_state(self.B)
             self.part = self.state
-            if self.carries and rows < self.B:
-                self.part = self.model.init_state(rows)
+            if self.carries and self.rows < self.B:
+                self.part = self.model.init_state(self.rows)
+
+    def check_state_size(self) -> None:
+        """Raise UserError if the state of all rows, which stays on the GPU, would take more than
+        half of its memory."""
+        if self.device.type != 'cuda' or self.may_shrink:
+            return
+        most = torch.cuda.mem_get_info(self.device)[1] / 2
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        rows = self.B * world
+        row_size = sum(t.nbytes for t in self.model.init_state(1))
+        if self.B * row_size > most:
+            fitting = [
+                n for n in range(world, rows) if rows % n == 0 and rows / n * row_size <= most
+            ]
+            gpus = min(fitting, default=rows)
+            raise UserError(
+                f'the state of {rows} streams takes {rows * row_size / 1e9:.0f} GB, which needs '
+                f'{gpus} GPUs like this one (torchrun --nproc_per_node={gpus}): or choose a '
+                'smaller window or n_layer, or fewer tokens_per_step'
+            )
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Set the state of all rows, or of the rows with these numbers, to zero."""
@@ -158,15 +186,18 @@ class Stream:
 
     # ---- the rows of a micro-batch, by trial
 
-    def choose_rows(self, chunk: Callable, fixed: bool = False) -> None:
+    def choose_rows(
+        self, chunk: Callable, fixed: bool = False, spare: int = 0, share: float = 1.0
+    ) -> None:
         """Halve the rows of a micro-batch until chunk(x, y, state) runs in the memory of every
         rank, and reset the state. If a rank cannot compile it, all ranks run uncompiled.
 
-        fixed: whether the user has chosen the rows. Raises UserError if the rows that the user has
-        chosen, or even a single row, do not fit."""
+        fixed: whether the user has chosen the rows; spare: bytes of a GPU that must stay free;
+        share: the share of the others that may be used. Raises UserError if the rows that the user
+        has chosen, or even a single row, do not fit."""
         while True:
             was_compiled = fused.enabled
-            fits = self.runs_in_memory(chunk)
+            fits = self.runs_in_memory(chunk, spare, share)
             # 2: fits; 1: try fewer; 0: there are no fewer. Ranks may have different numbers of
             # rows, and agree by one reduction per attempt.
             verdict = 2.0 if fits else float(self.rows > 1)
@@ -191,28 +222,44 @@ class Stream:
             half = max(1, self.rows // 2)
             self.set_rows(half if self.may_shrink else divisor(self.B, half))
 
-    def runs_in_memory(self, chunk: Callable) -> bool:
-        """Return whether a micro-batch runs without the memory running out. On a GPU it must leave
-        room for the optimizers' moments and, where there are CUDA graphs, a twentieth of the memory
-        for these, NCCL and fragmentation."""
+    def runs_in_memory(self, chunk: Callable, spare: int, share: float) -> bool:
+        """Return whether a micro-batch runs without the memory running out, and note the memory
+        that it takes, which is that of its graph. On a GPU it must leave `spare` bytes, room for
+        the optimizers' moments and, where there are CUDA graphs, a twentieth of the memory for NCCL
+        and fragmentation. Of what is free beside these it may use `share`."""
+        on_gpu, has_graphs = self.device.type == 'cuda', self.model.cuda_graphs
+        fits, reserved = False, None
+        # A graph that a trial captures could not be freed if it does not fit.
+        self.model.cuda_graphs = False
         try:
-            reserved = None
-            if self.device.type == 'cuda':
-                size = 8 * sum(p.numel() for p in self.model.parameters())
+            if on_gpu:
+                release_memory()
+                size = spare + 8 * sum(p.numel() for p in self.model.parameters())
+                free, total = torch.cuda.mem_get_info(self.device)
                 if self.graphs is not None:
-                    size += torch.cuda.mem_get_info(self.device)[1] // 20
+                    size += total // 20
+                size += int((1 - share) * max(0, free - size))
+                size -= size % 2**21  # whole segments: a tensor in a rest would pin all of it
                 reserved = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if self.x is None:
+                self.allocate()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(self.device)
+                before = torch.cuda.memory_reserved(self.device)
             run_compiled(lambda: chunk(self.x, self.y, self.part))
-            del reserved
-            return True
+            if on_gpu:
+                self.memory = torch.cuda.max_memory_reserved(self.device) - before
+            fits = True
         except Exception as error:
             if not out_of_memory(error):
                 raise
         # The error, which kept the tensors of its frames, is gone here.
+        del reserved
+        self.model.cuda_graphs = has_graphs
         self.model.release()
-        if self.device.type == 'cuda':
-            torch.cuda.empty_cache()
-        return False
+        if on_gpu:
+            torch.cuda.empty_cache()  # or what is allocated next would pin that of `reserved`
+        return fits
 
 
 def copy_state(state: tuple, new: tuple | None) -> None:

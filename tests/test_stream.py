@@ -167,3 +167,14 @@ def test_training_continues_uncompiled(monkeypatch, capsys):
     assert capsys.readouterr().out.count(line) == 1
     with pytest.raises(ZeroDivisionError):
         train.choose_rows(lambda *_: 1 / 0)
+
+
+def test_a_state_that_would_fill_a_gpu_is_refused(monkeypatch):
+    """It takes more than half of the memory, and that of 6 of the 24 streams does not."""
+    train = Stream(make_model(), 24, 8)
+    size = sum(t.nbytes for t in train.model.init_state(24))
+    train.device = torch.device('cuda')
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _: (0, size // 2))
+    assert_refused('state of 24 streams .* needs 4 GPUs', train.check_state_size)
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _: (0, 2 * size))
+    train.check_state_size()

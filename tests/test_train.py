@@ -252,7 +252,7 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch):
     """Eight updates with replays equal eight without, bit for bit."""
     calls = {}
 
-    def replay(graphs, name, function, *args):
+    def replay(graphs, name, function, *args, **options):
         """Do what compiling.graphed does, as far as a CPU can: from the fourth call on, call the
         function of the fourth call on its arguments, and write the results to the memory of that
         call's results."""
@@ -277,23 +277,33 @@ def test_captured_updates_use_the_same_memory(data, tmp_path, monkeypatch):
 
 def test_training_continues_without_graphs(monkeypatch, capsys):
     """If a capture is refused, one line says so, and the function runs eagerly from then on, as
-    does every function that is not captured yet. tests/test_gpu.py refuses real captures."""
+    does one that reads its results. Others are captured. test_gpu.py refuses real captures."""
+    calls = []
 
-    def refuse(*args, **options):
-        raise torch.OutOfMemoryError('CUDA out of memory')
+    def score():
+        calls.append(1)
+        if len(calls) == 4:  # the capture
+            raise torch.OutOfMemoryError('CUDA out of memory')
 
-    monkeypatch.setattr(torch.cuda, 'graph', refuse)
-    for name in ('CUDAGraph', 'current_stream'):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    class Graph:
+        pool = replay = lambda self: None
+
+    captures, captured = {}, {}
+    monkeypatch.setattr(compiling, 'captures', captures)
+    monkeypatch.setattr(torch.cuda, 'graph', lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(torch.cuda, 'current_stream', lambda: None)
     monkeypatch.setattr(torch.cuda, 'stream', contextlib.nullcontext)
-    captured = {}
-    for x in range(6):
-        for name in ('chunk', 'later'):
-            assert compiling.graphed(captured, name, float, x) == x
-    line = (
-        "no CUDA graph of 'chunk': it runs eagerly, slower (OutOfMemoryError: CUDA out of memory)"
-    )
-    assert capsys.readouterr().out == f'{line}\n'
+    for i in range(6):
+        compiling.graphed(captured, 'score', score)
+        assert compiling.graphed(captured, 'later', float, i, needs='score') == i
+        assert compiling.graphed(captured, 'train', float, i) == min(i, 3)  # then the captured call
+    reasons = ['OutOfMemoryError: CUDA out of memory', "it needs the graph of 'score'"]
+    assert captures == {'score': reasons[0], 'later': reasons[1], 'train': ''}
+    assert capsys.readouterr().out.splitlines() == [
+        f'no CUDA graph of {name!r}: it runs eagerly, slower ({reason})'
+        for name, reason in zip(('score', 'later'), reasons, strict=True)
+    ]
 
 
 def test_ranks_and_micro_batches_change_only_rounding(data, tmp_path):

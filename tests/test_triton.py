@@ -5,7 +5,9 @@ the interpreter must be chosen before anything imports triton; and they are comp
 without running. test_gpu.py runs them in bf16.
 """
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import processes
@@ -73,6 +75,42 @@ def test_unroll_is_the_reference(monkeypatch, names, B, T, sizes):
         for p in model.parameters():
             p.mul_(0.7)  # the rounding of fp32 stays small
     compare(model, T, 2, 1 if B > 1 else None, ['fast'], rtol=2e-5, B=B)
+
+
+@interpreted
+def test_a_backward_that_is_interrupted_frees_its_memory(monkeypatch):
+    """When the memory runs out, a trial with fewer streams needs all that this one has taken."""
+    monkeypatch.setattr(unroll, 'GROUP', 2)
+    sizes = {'n_layer': 1, 'n_expert': 2, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'window': 5}
+    model = make(RecurrentGPT, dtype=torch.float32, **sizes)
+    model.overrides = frozenset({'attention', 'experts'})
+    backward, calls = kernels.AttendWindow.backward, []
+
+    def fail_once(ctx, grad):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError('of 80 GB')
+        return backward(ctx, grad)
+
+    monkeypatch.setattr(kernels.AttendWindow, 'backward', fail_once)
+    x, y = torch.randint(len(model.head), (2, 2, 4))
+    loss, _ = model(x, y)
+    nodes, found = [loss.objective.grad_fn], set()
+    for node in nodes:  # all nodes of autograd's graph; the list grows
+        if node not in found:
+            found.add(node)
+            nodes += [x for x, _ in node.next_functions if x is not None]
+    markers = {type('Marker', (), {})() for _ in found}
+    refs = [weakref.ref(x) for x in markers]
+    for node in found:
+        if 'AccumulateGrad' not in node.name():
+            node.metadata['marker'] = markers.pop()
+    markers.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.objective.backward()
+    del loss, node, nodes, found
+    gc.collect()
+    assert not any(ref() for ref in refs)
 
 
 TRIALS = [(False, 'attention', {'experts', 'loss'}), (True, 'experts', {'attention'})]
