@@ -76,8 +76,10 @@ def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, lis
     do not depend on timing."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision('highest')  # no TF32
-    exact = trial(True)
-    torch.set_float32_matmul_precision(precision)
+    try:
+        exact = trial(True)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
     def errors_with(names: frozenset) -> torch.Tensor:
         with use_overrides(names):
