@@ -38,7 +38,7 @@ data_dir = ''         # folder for the shards; '' = data/states_<moves>
 moves = 'S5'          # a name in MOVES, or what x and r make of 'abcd...', as in 'dcba,bcda'
 most_moves = 32       # moves of the longest chains
 lengths = 'log-uniform'     # of chains: 'log-uniform' (most are short) or 'uniform'
-train_tokens = 16_000_000   # training bytes, so many that no update reads the same text again:
+train_tokens = 16_000_000   # training bytes, enough that no update reads a text twice:
                             # 3,906 updates of 4,096 bytes
 val_tokens = 131_072  # validation bytes
 seed = 1              # of the random moves and lengths

@@ -298,7 +298,7 @@ def main() -> None:
     add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
     add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')
     add('--erase', choices=['s', 'caches'], default='', help='part of the state to erase')
-    add('--moves_before', type=int, default=0, help="erase so many moves before the '='")
+    add('--moves_before', type=int, default=0, help="erase this number of moves before the '='")
     add('--only', help='a condition on the runs, as in "n_layer == 1"')
     add('--out', type=path, help='folder to write to; default: that of the runs')
     args = parser.parse_args()
