@@ -2,9 +2,9 @@
 
     >>> from model import LanguageModel
 
-    >>> model = LanguageModel.from_pretrained('pretrained/lm')    # a folder, or OWNER/NAME on the Hub
+    >>> model = LanguageModel.from_pretrained('pretrained/lm')  # or 'OWNER/NAME' on the Hub
     >>> model.save_pretrained('my_model', config=model.metadata)  # with its score and its command
-    >>> model.push_to_hub('OWNER/NAME', config=model.metadata)    # after `hf auth login`
+    >>> model.push_to_hub('OWNER/NAME', config=model.metadata)  # after `hf auth login`
 
 A saved model is a folder of three files: model.safetensors, its weights; config.json, which
 rebuilds it; README.md, its model card. sample.py and play_sokoban.py write the same with --export.
