@@ -12,7 +12,8 @@ BIN = .venv/bin
 # Containers often set this variable; every process would then compile the modules of torch again.
 export PYTHONDONTWRITEBYTECODE =
 # Two processes of one thread train faster than one of two: sections that can be shared are short.
-RANKS = $(BIN)/torchrun --standalone --nproc_per_node=2
+# torchrun warns if the variable is not set.
+RANKS = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check
 
 demo: .venv/runtime

@@ -21,6 +21,7 @@ override of this name, and `no_overrides`. On a CPU the modes of a cell take tur
 in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
+The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.
 Targets are modeled, not measured. That all modes compute the same is tested in tests/.
 """
 
@@ -52,7 +53,7 @@ from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.code import code_record
-from support.compiling import fused, graphed
+from support.compiling import captures, fused, graphed
 from support.files import write_json, write_text
 from support.ranks import Gradients
 from support.stream import Stream
@@ -278,9 +279,10 @@ MAKERS = {'train': make_update, 'decode': make_token, 'sokoban': make_rollout}
 
 def set_up(cell: Cell, mode: str, machine: Machine, row: dict) -> Callable:
     """Return run() of a cell in one mode, after it has been compiled and captured, and note in its
-    row which Triton overrides it uses. Raises RuntimeError if it cannot be compiled, UserError if
-    not one row fits in memory."""
+    row which Triton overrides and CUDA graphs it uses. Raises RuntimeError if it cannot be
+    compiled, UserError if not one row fits in memory."""
     is_gpu = machine.device != 'cpu'
+    captures.clear()  # those of the cell before
     compiles = mode not in ('plain', 'eager')
     fused.enabled = compiles
     graphs = {} if cuda_graphs and is_gpu else None
@@ -298,6 +300,8 @@ def set_up(cell: Cell, mode: str, machine: Machine, row: dict) -> Callable:
         run()
     if compiles and not fused.enabled:
         raise RuntimeError('torch.compile does not work here')
+    if is_gpu:
+        row['graphs'] = graphs_used()
     return run
 
 
@@ -351,12 +355,22 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
         add_figures(row, cell, machine.world)
         if machine.device != 'cpu':
             row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
+            if row['status'] == 'ok' and not ranks.agree(row['graphs']):
+                row['graphs'] += '; not the same on all ranks'
     del runs, run
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':
         torch.cuda.empty_cache()
     return rows
+
+
+def graphs_used() -> str:
+    """Return the names of the CUDA graphs of this cell, and of what runs eagerly and why."""
+    used = ', '.join(name for name, reason in captures.items() if not reason) or 'none'
+    return used + ''.join(
+        f'; {name} eager: {reason}' for name, reason in captures.items() if reason
+    )
 
 
 def add_figures(row: dict, cell: Cell, world: int) -> None:
@@ -391,7 +405,7 @@ def published(cell: Cell) -> dict[str, str]:
 
 COLUMNS = (
     *(*Cell._fields, 'mode', 'median', 'min', 'max', 'unit', 'all_gpus', 'speed_up', 'paper'),
-    *('over_paper', 'target', 'memory_gb', 'overrides'),
+    *('over_paper', 'target', 'memory_gb', 'graphs', 'overrides'),
 )
 
 

@@ -169,6 +169,22 @@ def test_wrong_settings_are_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
+# ---- CUDA graphs ----
+
+
+def test_a_row_says_what_ran_as_a_cuda_graph_in_its_cell_alone():
+    """A refusal of one cell is neither hidden by an earlier one nor kept for the next."""
+    try:
+        bench.captures.update({'train': '', 'change weights': '', 'score': 'OutOfMemoryError'})
+        assert bench.graphs_used() == 'train, change weights; score eager: OutOfMemoryError'
+        apply_settings(*SMALL)
+        machine = bench.Machine(0, 1, 'cpu', torch.float32)
+        bench.set_up(Cell('decode', 'recurrent', 1, 2, 128, 4, 2), 'eager', machine, {})
+        assert bench.graphs_used() == 'none'
+    finally:
+        bench.captures.clear()
+
+
 # ---- ranks ----
 
 

@@ -232,4 +232,6 @@ def test_bench_measures_every_mode(cell, modes, capsys):
     machine = bench.Machine(rank=0, world=1, device='cuda:0', compute_dtype=torch.bfloat16)
     for row in bench.measure(bench.Cell(*cell), modes, machine):
         assert row['status'] == 'ok' and row['median'] > 0 and row['memory_gb'] > 0, row
+        runs_eagerly = row['suite'] == 'decode' and row['mode'] == 'plain'
+        assert (row['graphs'] == 'none') == runs_eagerly and 'eager' not in row['graphs']
     assert 'no CUDA graph' not in capsys.readouterr().out
