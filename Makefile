@@ -2,6 +2,7 @@
 # make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and a game
 # make demo-states   train two models to track states, with and without recurrence, draw both curves
 # make gpu           on a GPU: run its tests, then measure the speed tables
+# make aot           compile the Triton kernels for GPUs that are not there, and list what they take
 # make check-edit ARGS="--z_loss=0.01"   check an edit of the models in every mode, end to end
 # make test          run the tests on two cores, rare cases in a short form
 # make test-long     run all tests in their long form: two hours, with nothing else running
@@ -44,6 +45,9 @@ gpu:
 	$(PYTHON) -m pytest -q -m gpu --ignore=tests/test_sokoban_gym.py
 	$(PYTHON) bench.py
 
+aot: .venv/installed
+	$(BIN)/python -m pytest -q -rP --long --timeout=7200 tests/test_triton.py -k ahead_of_time
+
 check-edit: .venv/installed
 	PYTHONPATH=. $(BIN)/python tests/hacks/check.py $(ARGS)
 
@@ -69,4 +73,4 @@ lint: .venv/installed
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.7.0
 	touch .venv/installed
 
-.PHONY: demo demo-sokoban demo-states test test-long gpu check-edit lint
+.PHONY: demo demo-sokoban demo-states test test-long gpu aot check-edit lint

@@ -17,8 +17,10 @@ The models are recurrent (L, E), and `transformer`, the non-recurrent model of L
 expert each. The modes are `plain` (autograd over the equations, step by step), `eager` (unroll.py,
 decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton overrides that agree). On a
 GPU there are also `no_attention`, `no_experts` and `no_loss`, which are `compiled` without the
-override of this name, and `no_overrides`. On a CPU the modes of a cell take turns, so that changes
-in the machine's speed affect all.
+override of this name, and `no_overrides`; and variants of kernels that no run uses yet: `try_tile`
+(smaller tiles of products that add a residual), `try_stores` (no stores of attention weights that
+nothing reads) and `try_split` (windows split over programs, below 8 streams). On a CPU the modes of
+a cell take turns, so that changes in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.
@@ -53,7 +55,7 @@ from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.code import code_record
-from support.compiling import captures, fused, graphed
+from support.compiling import candidates, captures, fused, graphed
 from support.files import write_json, write_text
 from support.ranks import Gradients
 from support.stream import Stream
@@ -92,7 +94,10 @@ RANGES = {
     'threads': (0, 1024),
     **dict.fromkeys(('streams', 'n_envs', 'unroll', 'rounds', 'contexts'), (1, math.inf)),
 }
-MODES = ('plain', 'eager', 'compiled', 'no_attention', 'no_experts', 'no_loss', 'no_overrides')
+MODES = (
+    *('plain', 'eager', 'compiled', 'no_attention', 'no_experts', 'no_loss', 'no_overrides'),
+    *('try_tile', 'try_stores', 'try_split'),
+)
 # The paper's shapes; it trains no recurrent model of 16 layers.
 SHAPES = {'train': ((1, 16), (2, 8), (4, 4), (8, 2))}
 SHAPES['decode'] = (*SHAPES['train'], (16, 1))
@@ -283,6 +288,9 @@ def set_up(cell: Cell, mode: str, machine: Machine, row: dict) -> Callable:
     compiled, UserError if not one row fits in memory."""
     is_gpu = machine.device != 'cpu'
     captures.clear()  # those of the cell before
+    candidates.clear()
+    if mode.startswith('try_'):
+        candidates.add(mode.removeprefix('try_'))
     compiles = mode not in ('plain', 'eager')
     fused.enabled = compiles
     graphs = {} if cuda_graphs and is_gpu else None

@@ -141,8 +141,10 @@ def _weights(q, keys, values, n, seen, top, scale, h: constexpr):
 # The cache is the ChunkCache of a chunk, or a RingCache of W slots, whose `head` is not None. A
 # CUDA graph replays the latter, so its newest slot is read from memory (decode.RingPosition). Its
 # slots are visited in the order of memory; a slot's age decides whether it is seen.
+#
+# With `totals`, each of several programs reads a part of a ring, and _combine adds their sums.
 @triton.jit(do_not_specialize=['t'])
-def _attention_kernel(qkv, cache, out, t, W, width, S, scale, h: constexpr):
+def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constexpr):
     keys, values, count, cos, sin, angle_stride, unrotated, lse, head = cache
     BS: constexpr = h.BS
     c = tl.program_id(0)
@@ -157,6 +159,12 @@ def _attention_kernel(qkv, cache, out, t, W, width, S, scale, h: constexpr):
         slot = (tl.load(head) % W).to(tl.int32)
         first = 0
         end = W
+    if totals is not None:
+        part = tl.program_id(2)
+        steps = tl.cdiv(tl.cdiv(W, BS), tl.num_programs(2))
+        first = part * steps * BS
+        end = tl.minimum(first + steps * BS, W)
+        real = real & (part == 0)  # the first part stores the token, and counts it
     angle = slot * angle_stride
     q, k, kn, v, _, _, _, _ = _token(qkv, b, c, cos + angle, sin + angle, h)
     window = (b * h.C + c) * S * h.K  # 64 bits; offsets within a window have 32
@@ -169,6 +177,8 @@ def _attention_kernel(qkv, cache, out, t, W, width, S, scale, h: constexpr):
     top = tl.sum(q.to(F32) * k.to(F32), 1) * (scale * LOG2E)
     parts = tl.zeros([padded(h.M), BS], F32)  # weights, summed over the steps of the loop
     o = tl.zeros(q.shape, F32) + v.to(F32)  # the token itself has weight exp(0)
+    if totals is not None:
+        o = tl.where(part == 0, o, 0.0)
     for start in range(first, end, BS):
         n = start + tl.arange(0, BS)
         seen = n < end
@@ -179,7 +189,14 @@ def _attention_kernel(qkv, cache, out, t, W, width, S, scale, h: constexpr):
         o = tl.dot(p.to(q.dtype), old, o, input_precision='ieee')
         parts += p
     total = 1 + tl.sum(parts, 1)
-    tl.store(out + _by_expert(b, c, m, h) + col, o / total[:, None], mask)
+    if totals is not None:
+        at = _by_expert(b, c, m, h) + col
+        at += part * (h.E * h.G * h.R * h.K * tl.num_programs(1))
+        total -= tl.where(part == 0, 0.0, 1.0)
+        tl.store(totals + at, total[:, None] + tl.zeros_like(o), mask)
+        tl.store(out + at, o, mask)
+    else:
+        tl.store(out + _by_expert(b, c, m, h) + col, o / total[:, None], mask)
     if head is None:
         tl.store(unrotated + window + new, kn, real)
         tl.store(lse + (b * h.C + c) * h.M + m, top + tl.log2(total), m < h.M)
@@ -220,9 +237,25 @@ def _before_norm(g, x, r, cos, sin, K: constexpr):
 # to the slots of the token's group of F tokens, which the next tokens of the backward need at once.
 # For earlier slots it stores p and ds, 2 * M * S numbers per token instead of 2 * S * K, and one
 # product per group adds them (unroll.ChunkCache.add_before_group).
+#
+# first_stored: None, or the first slot of which p and ds are stored.
 @triton.jit(do_not_specialize=['t', 'group'])
 def _attention_backward_kernel(
-    datt, saved, cache, grads, rows, dqkv, t, group, W, width, S, F, scale, h: constexpr
+    datt,
+    saved,
+    cache,
+    grads,
+    rows,
+    dqkv,
+    t,
+    group,
+    W,
+    width,
+    S,
+    F,
+    first_stored,
+    scale,
+    h: constexpr,
 ):
     qkv, att, lse = saved
     keys, values, count, cos, sin = cache
@@ -260,6 +293,8 @@ def _attention_backward_kernel(
         seen = (n >= first) & (n < W + group)
         p, ds, old = _probabilities(q, do, lse, delta, keys, values, n, seen, scale, h)
         inside = (m < h.M)[:, None] & (n < S)[None, :]
+        if first_stored is not None:
+            inside = inside & (n >= first_stored)[None, :]
         tl.store(P + row * S + n, p, inside)
         tl.store(DS + row * S + n, ds, inside)
         dq = tl.dot(ds, old, dq, input_precision='ieee')
@@ -287,9 +322,9 @@ def _attention_backward_kernel(
     tl.store(dqkv + h.C * K, dv_token, real)
 
 
-def _launch(kernel, h: Heads, B: int, width: int) -> Callable:
-    """Return an attention kernel ready to launch for these sizes, with one program per cache head
-    and stream."""
+def _launch(kernel, h: Heads, B: int, width: int, parts: int = 1) -> Callable:
+    """Return an attention kernel ready to launch for these sizes, with one program per cache head,
+    stream and part of the window."""
     # More stages hide the latency of more steps, but take shared memory, of which two programs on
     # one SM get half each.
     if width <= 128:  # two steps
@@ -300,7 +335,7 @@ def _launch(kernel, h: Heads, B: int, width: int) -> Callable:
         stages = 4
     sizes = Sizes(**h._asdict(), C=h.C, M=h.M, BS=min(64, padded(width)))
     options = {'num_warps': 4, 'num_stages': stages}
-    return functools.partial(kernel[h.C, B], scale=1 / math.sqrt(h.K), h=sizes, **options)
+    return functools.partial(kernel[h.C, B, parts], scale=1 / math.sqrt(h.K), h=sizes, **options)
 
 
 class AttendWindow(torch.autograd.Function):
@@ -316,7 +351,7 @@ class AttendWindow(torch.autograd.Function):
         angles = (layout.cos, layout.sin, h.K)
         arrays = (cache.k, cache.v, layout.count, *angles, cache.unrotated, lse, None)
         run = _launch(_attention_kernel, h, len(qkv), cache.width)
-        run(qkv, arrays, out, t, layout.W, cache.width, S)
+        run(qkv, arrays, out, None, t, layout.W, cache.width, S)
         ctx.cache, ctx.t = cache, t
         ctx.save_for_backward(qkv, out, lse)
         return out
@@ -351,6 +386,7 @@ class AttendWindow(torch.autograd.Function):
             cache.width,
             S,
             F,
+            layout.first_with_grad if 'stores' in compiling.candidates else None,
         )
         if t == group:
             rows = [x[:, : end - group].flatten(1, 2) for x in cache.pending]
@@ -373,8 +409,21 @@ def attend(qkv: Tensor, cache: object) -> Tensor:
     out = qkv.new_empty(h.E, len(qkv), h.G * h.R * h.K)
     angles = (*position.rope.unbind(1), 2 * h.K)
     ring = (cache.keys, cache.values, position.count, *angles, None, None, position.head)
-    _launch(_attention_kernel, h, len(qkv), W)(qkv, ring, out, 0, W, cache.width, W)
+    parts = min(W // 128, H100_SMS // (h.C * len(qkv)))
+    if 'split' in compiling.candidates and len(qkv) < 8 and parts > 1:
+        sums = out.new_empty(2, parts, *out.shape, dtype=position.rope.dtype)
+        run = _launch(_attention_kernel, h, len(qkv), W, parts)
+        run(qkv, ring, *sums, 0, W, cache.width, W)
+        return _combine(*sums, out.dtype)
+    _launch(_attention_kernel, h, len(qkv), W)(qkv, ring, out, None, 0, W, cache.width, W)
     return out
+
+
+@fused
+def _combine(out: Tensor, totals: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the attended values from weighted sums of values and from sums of weights, both
+    (parts, E, B, H K)."""
+    return (out.sum(0) / totals.sum(0)).to(dtype)
 
 
 # ---- the experts' products, fused with the operations around them ------------------------------
@@ -474,6 +523,8 @@ def product(
     bytes_per_row = 256 if BM <= 32 else 128  # of a step's tile of x or of weights
     BK = min(bytes_per_row // w.element_size(), padded(K))
     warps, stages = (8, 3) if BM * BN >= 128 * 128 else (4, 4)
+    if 'tile' in compiling.candidates and after == 'add' and warps == 8:
+        BN, warps, stages = 64, 4, 3  # 3 programs per SM instead of 1
     f = r = None
     normed = ss is not None and B <= 128
     if normed:

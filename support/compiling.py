@@ -16,6 +16,9 @@ from support.script import first_line, print0
 import torch
 from torch import Tensor
 
+# Fuse products with sums, as Triton does by default before 3.10; 3.9 warns if this is not set.
+os.environ.setdefault('TRITON_DEFAULT_FP_FUSION', '1')
+
 # ---- compiled functions ------------------------------------------------------------------------
 
 
@@ -58,6 +61,9 @@ fused.enabled = False
 # while the code of every function that it replaces is the code that it was written for.
 
 registered: dict[str, Callable] = {}  # overrides by name, filled by kernels.py
+# Variants of kernels that no GPU has measured: 'tile', 'stores', 'split' (kernels.py). Only
+# bench.py adds names.
+candidates: set[str] = set()
 _enabled: list[frozenset] = [frozenset()]
 
 

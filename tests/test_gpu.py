@@ -218,7 +218,8 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
 
 
 BENCH = [  # a cell of each suite, and the modes of its models
-    (('train', 'recurrent', 2, 3, 192, 32, 8), ['eager', 'compiled']),
+    (('train', 'recurrent', 2, 3, 192, 32, 8), ['eager', 'compiled', 'try_tile', 'try_stores']),
+    (('decode', 'recurrent', 2, 3, 192, 256, 2), ['compiled', 'try_split']),
     (('train', 'transformer', 2, 1, 192, 32, 8), ['eager', 'compiled']),
     (('decode', 'recurrent', 2, 3, 192, 32, 8), ['plain', 'eager', 'compiled']),
     (('sokoban', 'convlstm', 2, 1, 16, 20, 32), ['eager', 'compiled']),

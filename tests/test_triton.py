@@ -1,12 +1,14 @@
 """Test Triton overrides in training, and the choice between them and the functions they replace.
 
 Without a GPU the kernels run in Triton's interpreter, in fp32, in a process of their own, because
-the interpreter must be chosen before anything imports triton; and they are compiled for an H100
-without running. test_gpu.py runs them in bf16.
+the interpreter must be chosen before anything imports triton; and they are compiled ahead of time,
+without running, for GPUs that are not there. test_gpu.py runs them in bf16.
 """
 
 import gc
 import os
+import re
+import subprocess
 import weakref
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from reference import assert_close, make
 from test_model import compare, default_mode  # noqa: F401  a fixture
 
 import decode
-import kernels
 import model as model_file
 import overrides
 import unroll
@@ -25,6 +26,7 @@ from model import ModelConfig, RecurrentGPT
 from support import compiling
 
 triton = pytest.importorskip('triton', reason='triton is not installed: its kernels are not tested')
+import kernels  # noqa: E402  it imports triton
 
 interpreted = pytest.mark.skipif(
     os.environ.get('TRITON_INTERPRET') != '1', reason='test_in_the_interpreter runs it'
@@ -33,7 +35,7 @@ interpreted = pytest.mark.skipif(
 
 def test_in_the_interpreter(request):
     files = __file__, Path(__file__).with_name('test_decode.py')
-    tests = 'triton and not in_the_interpreter and not h100'
+    tests = 'triton and not in_the_interpreter and not ahead_of_time'
     options = ['--long'] if request.config.getoption('--long') else ['-m', 'not gpu and not long']
     command = ['-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-k', tests, *options, *files]
     done = processes.run(command, env=os.environ | {'TRITON_INTERPRET': '1'})
@@ -45,6 +47,7 @@ def test_in_the_interpreter(request):
 
 CASES = [  # forms in use beside 'loss', streams, tokens per chunk, sizes of the model
     ('attention', 2, 4, {'n_expert': 3}),
+    ('attention stores', 2, 5, {'n_expert': 2}),
     ('attention', 2, 2, {'n_expert': 1, 'n_embd': 20, 'window': 70, 'aggregation': 'softmax_mean'}),
     (
         'attention experts',
@@ -61,7 +64,9 @@ CASES = [  # forms in use beside 'loss', streams, tokens per chunk, sizes of the
 @pytest.mark.parametrize('names, B, T, sizes', CASES, ids=str)
 def test_unroll_is_the_reference(monkeypatch, names, B, T, sizes):
     """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
-    and together, in blocks of 3 tokens and groups of 2. What a form replaces cannot be called."""
+    and together, in blocks of 3 tokens and groups of 2. What a form replaces cannot be called. With
+    'stores', attention is this candidate."""
+    monkeypatch.setattr(compiling, 'candidates', {'stores'} & set(names.split()))
     for name, replaced in (('attention', 'split_heads'), ('experts', 'add_norm')):
         if name in names:
             monkeypatch.setattr(model_file, replaced, None)
@@ -70,7 +75,7 @@ def test_unroll_is_the_reference(monkeypatch, names, B, T, sizes):
     monkeypatch.setattr(unroll, 'GROUP', 2)
     small = {'n_layer': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1, 'window': 5}
     model = make(RecurrentGPT, 7, torch.float32, **small | sizes)
-    model.overrides = frozenset({'loss', *names.split()})
+    model.overrides = frozenset({'loss', *names.split()}) - {'stores'}
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.7)  # the rounding of fp32 stays small
@@ -217,44 +222,91 @@ def test_overrides_that_agree_are_used(monkeypatch, results, expected, expected_
         assert part in line
 
 
-# ---- compiled for an H100, without one ----
+# ---- compiled ahead of time ----
+
+# Experts, tokens of a window, and streams: those of the paper's tables, on one of four GPUs.
+TRAINED = [(E, W, 32768 // W) for W in (32, 64, 128, 256, 1024, 2048) for E in (16, 8, 4, 2)]
+DECODED = [(E, W, B) for W in (128, 2048) for E in (16, 8, 4, 2, 1) for B in (16, 1)]
+AHEAD_OF_TIME = [
+    pytest.param([(8, 128, 512), (1, 2048, 16)], [(8, 128, 16), (1, 2048, 1)], id='few'),
+    pytest.param(TRAINED, DECODED, marks=pytest.mark.long, id='paper'),
+]
 
 
-class H100:
-    """Answer what triton asks a driver for."""
+class Driver:
+    """Answer what triton asks a driver for. A capability is the number of its device as well,
+    because triton keeps kernels by device."""
 
-    get_current_target = staticmethod(lambda: triton.backends.compiler.GPUTarget('cuda', 90, 32))
-    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    def __init__(self, capability):
+        self.get_current_target = lambda: triton.backends.compiler.GPUTarget('cuda', capability, 32)
+        self.get_current_device = lambda: capability
+        self.get_current_stream = lambda device=None: 0
 
 
-def test_kernels_compile_for_an_h100(monkeypatch):
-    """All kernels that are launched for these sizes, E experts, a window of W and B streams, are
-    compiled, and take no more shared memory than an H100 has."""
+def run_on_meta(E, W, B, training):
+    """Launch the kernels of a layer, in training for 16 tokens, with tensors without memory."""
+    model = RecurrentGPT(ModelConfig(n_expert=E, n_layer=1, window=W))
+    heads, bf16, meta = model.heads, torch.bfloat16, torch.device('meta')
+    linear = unroll.DeferredLinear if training else model_file.Linear
+    (weights,) = model.bind_weights(B, bf16, linear)
+    kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
+    s = torch.empty(B, 768, requires_grad=training)
+    if not training:
+        position = decode.RingPosition(B, W, [W], heads.K, torch.float32, meta)
+        position.advance()
+        with torch.no_grad():
+            cache = decode.RingCache(position, heads, *kv, W)
+            model_file.run_layer(weights, s, s, cache, model.config)
+        return
+    layout = unroll.CacheLayout(16, W, torch.zeros(B).long(), heads, torch.float32, W)
+    cache = unroll.ChunkCache(layout, *kv, W)
+    for _ in layout.angles:
+        s = model_file.run_layer(weights, s, s.detach(), cache, model.config)
+    s.sum().backward()
+
+
+def resources(path, cubin):
+    """Return the registers and the bytes of stack, where spilled registers go, per thread."""
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, '-res-usage', path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(n) for n in re.search(r'REG:(\d+) STACK:(\d+)', done.stdout).groups()]
+
+
+@pytest.mark.parametrize('capability', [90, 100])
+@pytest.mark.parametrize('trained, decoded', AHEAD_OF_TIME)
+def test_kernels_compiled_ahead_of_time_fit_the_gpu(
+    monkeypatch, tmp_path, capability, trained, decoded
+):
+    """For Hopper and Blackwell, no kernel and no candidate spills registers or takes more shared
+    memory than there is. `make aot` prints what they take."""
     jit = triton.runtime.jit.JITFunction
-    jit_run = jit.run
-    compiled = set()
+    jit_run, found = jit.run, {}
 
     def compile_only(self, *args, grid, warmup, **options):
         done = jit_run(self, *args, grid=grid, warmup=True, **options)
-        assert done.metadata.shared < 227 * 1024, 'an H100 has 227 KiB of shared memory a block'
-        compiled.add(done.metadata.name)
+        found.setdefault(done.hash, (done, sizes))
 
     monkeypatch.setattr(jit, 'run', compile_only)
-    monkeypatch.setattr(triton.runtime.driver, '_active', H100)
+    monkeypatch.setattr(triton.runtime.driver, '_active', Driver(capability))
     with torch.device('meta'), compiling.use_overrides({'attention', 'experts'}):
-        for E, W, B in (1, 2048, 16), (2, 128, 256):
-            model = RecurrentGPT(ModelConfig(n_expert=E, n_layer=1, window=W))
-            heads, bf16 = model.heads, torch.bfloat16
-            (weights,) = model.bind_weights(B, bf16, unroll.DeferredLinear)
-            slots = unroll.CacheLayout(9, W, torch.zeros(B).long(), heads, torch.float32, W)
-            kv = torch.empty(2, B * heads.C, W, heads.K, dtype=bf16)
-            window, s = unroll.ChunkCache(slots, *kv, W), torch.empty(B, 768, requires_grad=True)
-            for _ in slots.angles:
-                s = model_file.run_layer(weights, s, s.detach(), window, model.config)
-            s.sum().backward()
-            position = decode.RingPosition(B, W, [W], heads.K, torch.float32, torch.device('meta'))
-            qkv = torch.empty(B, len(weights.wqkv.w), dtype=bf16)
-            kernels.attend(qkv, decode.RingCache(position, heads, *kv, W))
-        logits, target = torch.empty(333, 50304, dtype=bf16), torch.empty(333).long()
+        for candidates in (set(), {'tile', 'stores', 'split'}):
+            monkeypatch.setattr(compiling, 'candidates', candidates)
+            for training, all_sizes in ((True, trained), (False, decoded)):
+                for sizes in all_sizes:
+                    run_on_meta(*sizes, training)
+        sizes = (512, 50304)
+        logits, target = torch.empty(sizes, dtype=torch.bfloat16), torch.empty(512).long()
         kernels.slice_loss(logits, target, 0.1, None)
+    compiled = {done.metadata.name for done, _ in found.values()}
     assert compiled == {name for name in vars(kernels) if name.endswith('_kernel')}
+    lines, too_large = [], []
+    for done, sizes in found.values():
+        registers, stack = resources(tmp_path / 'cubin', done.asm['cubin'])
+        shared, warps = done.metadata.shared / 1024, done.metadata.num_warps
+        numbers = f'{registers} registers, {stack} bytes of stack, {shared:.0f} KiB, {warps} warps'
+        lines.append(f'{done.metadata.name} at {sizes}: {numbers}')
+        if stack or shared > 227:
+            too_large.append(lines[-1])
+    print(f'sm_{capability}, triton {triton.__version__}, {len(lines)} kernels', *lines, sep='\n')
+    assert not too_large
