@@ -526,6 +526,9 @@ def open_dataset(folder: str, config: dict) -> Source:
 # ---- documents to shards ----
 
 
+CONTENT = re.compile(r'\d+ documents, \d+ bytes, sha256 \w+')  # what a source of --text ends with
+
+
 def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
     """Return the folder's description (meta.json), or a new one with the entries of `identity`.
     Raises UserError if one of these entries differs in the folder's description, if there are
@@ -536,7 +539,11 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
             raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
-        if meta.get(key) != value:
+        # A text under another name is the same text.
+        before, now = (
+            re.findall(r'\d+ documents, .*, sha256 .*', str(x)) for x in (meta.get(key), value)
+        )
+        if meta.get(key) != value and not before == now != []:
             advice = 'choose another --data_dir or delete it'
             raise UserError(
                 f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'

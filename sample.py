@@ -16,6 +16,7 @@ import codecs
 import contextlib
 import itertools
 import math
+import pathlib
 import re
 import signal
 import sys
@@ -36,7 +37,7 @@ from overrides import choose_overrides
 from support import ranks
 from support.export import CARD
 from support.files import read_text
-from support.run_folder import CONFIG, WEIGHTS, export_in, settings_of
+from support.run_folder import BEST, CONFIG, WEIGHTS, export_in, settings_of
 from support.stream import Stream
 from tokenizer import VOCAB, Tokenizer, get_tokenizer
 
@@ -96,7 +97,10 @@ def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | 
 
 
 def export_model() -> None:
-    """Write the model of out_dir into the folder `export`, in the format of export.py."""
+    """Write the model of out_dir into the folder `export`, in the format of support/export.py."""
+    folder = pathlib.Path(export).resolve()
+    if folder.name == BEST and 'script' in settings_of(folder.parent):
+        raise UserError(f'export = {export!r}: is the best model of a run: choose another folder')
     model = load_model(out_dir, which)
     if dtype == 'bfloat16':
         model = model.bfloat16()

@@ -54,7 +54,7 @@ CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in
 # Columns that are no settings; neither are last_... and best_...
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
-    'command code commit torch device_name world rows starts wandb_id wandb_folder '
+    'command code commit torch device_name world rows starts run_folder wandb_id wandb_folder '
     'triton_overrides'
 ).split()
 AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
@@ -76,6 +76,14 @@ def judged_return(log: DataFrame, log_interval: int) -> float:
     return total / lines['episodes'].sum() if len(lines) else math.nan
 
 
+def versions_of(settings: dict) -> str:
+    """Return the checksums of the code of all starts of a run."""
+    starts = [settings, *settings.get('starts', [])]
+    return ' '.join(
+        dict.fromkeys(x['code']['checksum'] for x in starts if 'checksum' in x.get('code', {}))
+    )
+
+
 def runs(folders: Folders) -> DataFrame:
     """Return a frame with a row for each run in these folders: its folder, model, plan and kind,
     all settings, `step`, `seconds`, `finished`, `loss` or `return`, the last value of everything
@@ -92,7 +100,7 @@ def runs(folders: Folders) -> DataFrame:
             'finished': False,
             'commit': settings.get('code', {}).get('commit'),
             **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
-            'code': settings.get('code', {}).get('checksum'),
+            'code': versions_of(settings),
         }
         log, last = DataFrame(records), {}
         for record in records:  # of an evaluation, of an update, or of both

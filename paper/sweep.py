@@ -22,6 +22,7 @@ language models, a setting that one trainer lacks is left out there.
 """
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -36,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/sweep.py
 
-from support.script import UserError, first_line, print0, run_script
+from support.script import UserError, first_line, print0, run_script, warn
 
 import torch
 from pandas import DataFrame, Series
@@ -56,7 +57,7 @@ from paper.plans import (
     updates,
     vary,
 )
-from support.code import script_checksum
+from support.code import code_record, script_checksum
 from support.ranks import Throttle
 from support.run_folder import PER_CALL, settings_of
 from support.signals import STOP_SIGNALS, Stopper
@@ -205,7 +206,21 @@ def unfinished(runs: list[Run], out: Path) -> list[Run]:
     for run, state in zip(runs, states, strict=True):
         if state.startswith('has '):
             raise UserError(f'{out / run.folder} {state}: move it away, or choose another --out')
+    name_other_code(runs, out)
     return [run for run, state in zip(runs, states, strict=True) if state != 'done']
+
+
+def name_other_code(runs: list[Run], out: Path) -> None:
+    """Print a warning if modules that a trainer imports have changed since runs were trained, which
+    count as done all the same."""
+    today = functools.cache(lambda script: code_record(ROOT / script)['checksum'])
+    n = 0
+    for run in runs:
+        starts = settings_of(out / run.folder).get('starts', [])
+        found = {start.get('code', {}).get('checksum') for start in starts} - {None}
+        n += bool(found - {today(run.script)})
+    if n:
+        warn(f'{n} of {len(runs)} runs were trained by other code than that of today, and count')
 
 
 # ---- lists ----
@@ -233,6 +248,7 @@ def list_runs(runs: list[Run], args: argparse.Namespace) -> None:
         print(form.format(i, state, f'{layers:.2e}', ratio, f'{training:.2e}', line))
     print('layers: forward FLOPs per token, of agents multiply-adds per step; training: FLOPs')
     print(f'figures and tables: {drawing(args.plan, runs, args.out)}')
+    name_other_code(runs, args.out)
 
 
 def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:

@@ -4,12 +4,14 @@ import ast
 import os
 import pathlib
 import subprocess
+import sys
 from itertools import accumulate
 
 from support.compiling import source_hash
 from support.files import Path
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
+_loaded_sources: dict[pathlib.Path, bytes] = {}
 
 
 def modules_of(script: Path) -> list[pathlib.Path]:
@@ -32,6 +34,14 @@ def modules_of(script: Path) -> list[pathlib.Path]:
                     path = next((path for path in paths if path.is_file()), file)
                     found += [path] if path not in found else []
     return found
+
+
+def source_of(path: pathlib.Path) -> bytes:
+    """Return the source of a module. Of one that is loaded, return what stood in its file when it
+    was first asked for: a notebook that runs a trainer again after an edit runs the old module."""
+    loaded = {getattr(module, '__file__', None) for module in list(sys.modules.values())}
+    source = path.read_bytes()
+    return _loaded_sources.setdefault(path, source) if str(path) in loaded else source
 
 
 def commit_of(files: list[Path]) -> str:
@@ -62,7 +72,7 @@ def code_record(script: Path) -> dict[str, str]:
     the modules, and their commit."""
     files = modules_of(script)
     return {
-        'checksum': source_hash(path.read_bytes() for path in files),
+        'checksum': source_hash([files[0].read_bytes(), *map(source_of, files[1:])]),
         'script_checksum': script_checksum(script),
         'folder': str(PROJECT),
         'commit': commit_of(files),

@@ -122,8 +122,14 @@ def agree(*values: object) -> bool:
 
 def share_settings(config: dict) -> None:
     """Give all ranks the settings of rank 0, except folders and devices, which hosts may name
-    differently."""
+    differently. Raises UserError if the ranks have runs of their own: programs that a rank of
+    another program has started cannot be told from its ranks."""
     if dist.is_initialized():
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, os.path.basename(os.path.normpath(config['out_dir'])))
+        if len(set(names)) > 1:
+            advice = 'give all ranks the same, or start runs of their own without RANK'
+            raise UserError(f'out_dir: the ranks have {", ".join(sorted(set(names)))}: {advice}')
         settings = [dict(config)]
         dist.broadcast_object_list(settings)
         own = {'init_from', 'device', 'threads'} | {k for k in config if k.endswith('_dir')}

@@ -258,6 +258,7 @@ class RunFolder:
         self.rank, _ = find_rank()
         self.saved, self.step, self.records, self.finished = None, 0, [], False
         self.changes = {}  # of settings, by a resumed run
+        self.is_copy = False  # of the folder in which the run was started
         self.trackers = {}
         self.file_lock = None
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
@@ -357,8 +358,10 @@ class RunFolder:
         if not is_export and metadata.get('script') != self.metadata['script']:
             if not set(fixed) <= before.keys():
                 raise UserError(f'{path}: was written by {metadata.get("script")}, another trainer')
-        if self.rank == 0 and 'code' in metadata:
+        if self.rank == 0 and not is_export:
             self.compare_code(metadata)
+            home = os.path.realpath(self.path)
+            self.is_copy = metadata.get('run_folder', home) != home
         if config.from_files:
             print0(f'{path}: has the settings of the run; the config files are ignored')
         changes = {}
@@ -396,10 +399,10 @@ class RunFolder:
     def compare_code(self, metadata: dict) -> None:
         """Print a line if the run was started by another trainer, and one if the code has changed
         since. metadata: of the run."""
-        script, code, before = self.metadata['script'], self.code, metadata['code']
-        if script != metadata['script']:
-            print0(f'the run was started by {metadata["script"]}, and goes on with {script}')
-        if code['checksum'] != before['checksum']:
+        script, code, before = self.metadata['script'], self.code, metadata.get('code')
+        if script != metadata.get('script', script):
+            print0(f'the run was started by {metadata["script"]}, and resumes with {script}')
+        if before and code['checksum'] != before['checksum']:
             is_same = code['script_checksum'] == before['script_checksum']
             changed = f'modules that {script} imports have' if is_same else f'{script} has'
             commits = f'commit {code["commit"]}, before {before["commit"]}'
@@ -418,6 +421,7 @@ class RunFolder:
         this['changes'] = self.changes
         starts = [*self.metadata.get('starts', []), this]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
+        self.metadata['run_folder'] = os.path.realpath(self.path)
         self.write_config()  # first: without it, other files are not taken for those of a run
         for path in self.files() if self.config['overwrite'] else ():
             if path.is_dir() and not path.is_symlink():
@@ -469,7 +473,9 @@ class RunFolder:
                 raise
 
         path, keep = self.path / LAST, self.keep
-        if is_link := path.is_symlink():  # to a larger disk, where both checkpoints stay
+        # A link leads to a larger disk, where both checkpoints stay. The links of a copied folder
+        # lead to the checkpoints of the original, which stay as they are.
+        if is_link := path.is_symlink() and not self.is_copy:
             path = path.resolve()
             keep = keep and f'{path.name}.{PREV}'
         write_atomic(path, write, keep)

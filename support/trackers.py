@@ -51,7 +51,7 @@ def open_wandb(config: dict, metadata: dict, first_step: int | None) -> tuple:
     }
     path, former = os.path.realpath(config['out_dir']), metadata.get('wandb_id')
     if first_step is not None and former and 'WANDB_RUN_ID' not in os.environ:
-        folder = metadata.get('wandb_folder', path)
+        folder = metadata.get('wandb_folder', 'an unknown folder')
         if folder == path:
             options |= {'id': former, 'resume': 'allow'}
         else:

@@ -132,6 +132,16 @@ def test_a_killed_preparation_continues_with_the_same_bytes(sources, tmp_path, m
         assert read_files(folder) == expected and not list(folder.glob('.*.tmp'))
 
 
+def test_a_renamed_text_is_the_same_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('a.jsonl').write_text(''.join(json.dumps({'text': x}) + '\n' for x in DOCUMENTS))
+    before = prepare(Path('d'), text='a.jsonl')
+    Path('a.jsonl').rename('b.jsonl')
+    assert list(prepare(Path('d'), text='b.jsonl')) == list(before)
+    Path('b.jsonl').write_text(json.dumps({'text': 'Another text. ' * 500}) + '\n')
+    assert_refused('was prepared with source', prepare, Path('d'), text='b.jsonl')
+
+
 def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(tmp_path, capsys):
     rest = prepare(tmp_path, generated, shuffle_seed=1)
     assert sorted(rest) == sorted(stream_of(DOCUMENTS)) and list(rest) != list(stream_of(DOCUMENTS))

@@ -6,9 +6,11 @@ import sys
 import zlib
 from functools import partial
 
+from support.script import UserError
+
 import pytest
 import torch
-from processes import run, start
+from processes import run, run_ranks, start
 from small_runs import assert_refused, lm_arguments
 
 from support import compiling, ranks
@@ -49,6 +51,24 @@ def test_what_only_reports_may_fail(capsys):
 
 
 # ---- ranks and gradients
+
+
+def share(folder):
+    """Share the settings of a rank, with a folder of its own; return the error."""
+    rank, _, _ = ranks.join_ranks('cpu', 1)
+    try:
+        ranks.share_settings({'seed': rank, 'out_dir': f'{folder}/{rank}'})
+    except UserError as error:
+        return str(error)
+    finally:
+        ranks.leave_ranks()
+
+
+def test_ranks_with_runs_of_their_own_are_refused(tmp_path):
+    """As programs that the ranks of another program start."""
+    for line in run_ranks(2, share, str(tmp_path)):
+        assert line.startswith('out_dir: the ranks have 0, 1: give all ranks the same')
+
 
 ADDRESS = {'MASTER_ADDR': 'localhost', 'MASTER_PORT': '29517'}
 LEFT_BEHIND = [  # in the environment of a process that torchrun has not started

@@ -205,6 +205,15 @@ def test_the_checksum_of_a_trainer_covers_what_it_imports_and_no_comments(projec
     assert after['script_checksum'] == before['script_checksum']
 
 
+def test_the_code_of_a_loaded_module_is_what_was_loaded(project, monkeypatch):
+    """A notebook that runs a trainer again after an edit of a module runs the old module."""
+    module = project / 'layer.py'
+    monkeypatch.setitem(sys.modules, 'layer', Mock(__file__=str(module)))
+    before = code_record(project / 'train.py')
+    module.write_text('def f(x):\n    return x + 2\n')
+    assert code_record(project / 'train.py') == before
+
+
 def test_the_commit_is_that_of_the_modules(project, tmp_path, monkeypatch):
     """It is unknown in a copy inside another repository, which does not keep it. GIT_DIR, as in a
     hook, may name another repository. Files that git does not know, of the project or elsewhere,
@@ -248,7 +257,7 @@ def test_a_resumed_run_names_another_trainer_and_other_code(tmp_path, capsys):
 
     assert lines('train_toy.py', 'x = 1') == []
     assert lines('train_toy.py', 'x = 1  # one', resume=True) == []
-    message = 'the run was started by train_toy.py, and goes on with mine.py'
+    message = 'the run was started by train_toy.py, and resumes with mine.py'
     assert lines('mine.py', 'x = 1', resume=True) == [message]
     (line,) = lines('train_toy.py', 'x = 2', resume=True)
     assert line.startswith('train_toy.py has changed since the run was started (commit ')
@@ -360,6 +369,18 @@ def test_a_linked_checkpoint_stays_where_the_link_leads(tmp_path):
     assert names_in(disk) == files
     (disk / 'last_of_run.pt').unlink()  # as between the two renames of a save
     assert load_last(folder)[0]['step'] == 4
+
+
+def test_a_copied_run_leaves_the_linked_checkpoint_to_the_original(tmp_path):
+    folder, disk = tmp_path / 'run', tmp_path / 'disk'
+    disk.mkdir()
+    train(folder)
+    (folder / LAST).rename(disk / 'last.pt')
+    (folder / LAST).symlink_to(disk / 'last.pt')
+    shutil.copytree(folder, tmp_path / 'copy', symlinks=True)
+    train(tmp_path / 'copy', steps=5, saves=(4, 5), resume=True)
+    assert load_last(folder)[0]['step'] == 3 and load_last(tmp_path / 'copy')[0]['step'] == 5
+    assert not (tmp_path / 'copy' / LAST).is_symlink()
 
 
 def test_links_to_a_disk_that_is_gone_are_named_before_a_run_starts(tmp_path):

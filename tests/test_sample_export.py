@@ -46,6 +46,7 @@ def test_an_export_holds_the_trained_model_and_how_it_was_trained(
 
 MISTAKES = [  # arguments, message; {0}: trained, {1}: the repository
     ('--export=other', 'other: holds a.txt, which no such export wrote: choose another folder'),
+    ('--export={0}/recurrent/best', 'is the best model of a run: choose another folder'),
     ('--out_dir={0}/lstm', 'holds an LSTM, which can be scored and exported, not sampled'),
     ('--out_dir={1}/pretrained/sokoban', 'config.json: damaged, or from another model'),
     ('--out_dir=other', 'other: holds no trained run'),
