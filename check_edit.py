@@ -1,0 +1,656 @@
+"""Check an edit of the project in every mode: about a minute on two cores.
+
+$ python check_edit.py                # or: make check-edit
+$ python check_edit.py --z_loss=0.01  # settings of the edit, or: make check-edit ARGS=--z_loss=0.01
+
+Language models and agents, recurrent and non-recurrent, are checked in a process each: those of
+which the edit changes a file since git's HEAD, or all if it changes none.
+
+- A small random language model trains in every mode and dtype. Losses, gradients and state must be
+  those of the `plain` mode in float64, which is autograd over the equations, token by token. `fast`
+  is unroll.py, `compiled` goes through torch.compile, and `recomputed` runs a chunk in segments.
+- Decoding and validation must give the logits and losses of one forward.
+- A small random agent trains in every dtype, compiled or not, and runs step by step.
+- The scripts train a small model, resume it in a new process, evaluate, export and use it.
+
+Each line says what was compared and how much it differs, relative to its size. A line that starts
+with WRONG names a mode that disagrees, and the exit status is then 1.
+
+All modes start from the same random state. Where an edit draws random numbers in training, as
+dropout does, each dtype is compared with its own plain mode, because dtypes draw other numbers.
+"""
+
+import contextlib
+import functools
+import io
+import itertools
+import math
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from configurator import Script, configure
+from support.script import UserError, first_line, run_script
+
+import torch
+from torch import Tensor
+
+import train_lm
+import train_sokoban
+import unroll
+from convlstm import Agent, AgentConfig, build_agent, load_agent
+from decode import Decoder
+from model import LanguageModel, ModelConfig, build_model, randomize
+from sample import load_model
+from support import compiling
+from support.run_folder import LAST, PREV, load_checkpoint, log_of, modules_of
+from support.stream import Stream
+
+# -----------------------------------------------------------------------------
+# fmt: off
+all = False            # check language models and agents, whatever the edit changes
+part = ''              # check one of PARTS alone
+backend = 'aot_eager'  # of torch.compile: 'aot_eager' captures and differentiates, 'inductor' also
+                       # generates code, as training does, which takes minutes
+# fmt: on
+# -----------------------------------------------------------------------------
+PARTS = {  # trainer, recurrent
+    'recurrent-lm': (train_lm, True),
+    'nonrecurrent-lm': (train_lm, False),
+    'recurrent-agent': (train_sokoban, True),
+    'nonrecurrent-agent': (train_sokoban, False),
+}
+RANGES = {'part': ['', *PARTS], 'backend': ['aot_eager', 'inductor']}
+ROOT = Path(__file__).resolve().parent
+# The scripts of language models and of agents, the trainer first. Their files, and those that they
+# import, are the files of a part.
+SCRIPTS = {
+    train_lm: ('train_lm.py', 'data_fineweb.py', 'sample.py', 'tracing.py'),
+    train_sokoban: ('train_sokoban.py', 'play_sokoban.py'),
+}
+# Settings of what runs in all modes, and of what the scripts train; those of the edit replace them.
+TINY = {
+    train_lm: """--n_layer=2 --n_expert=3 --n_embd=24 --n_head=2 --n_kv_head=1 --window=3
+        --block_size=7 --router_dim=5""".split(),
+    train_sokoban: '--n_layer=2 --n_expert=3 --n_embd=8 --head_dim=16 --router_dim=5'.split(),
+}
+SMALL = {
+    train_lm: """--n_layer=2 --n_expert=2 --n_embd=64 --n_head=2 --window=16 --block_size=16
+        --tokens_per_step=512 --max_iters=12 --warmup_iters=2 --val_tokens=1024 --val_streams=8
+        --eval_interval=6 --tokenizer=bytes --compile=False --threads=1 --device=cpu
+        --dtype=float32""".split(),
+    train_sokoban: """--n_layer=2 --n_expert=2 --n_embd=8 --head_dim=16 --split=generated
+        --eval_split=generated --n_levels=50 --n_boxes=1 --max_moves=6 --time_limit=12 --n_envs=8
+        --unroll=5 --total_steps=480 --eval_interval=6 --eval_games=16 --log_interval=1
+        --compile=False --threads=1 --device=cpu --dtype=float32""".split(),
+}
+VOCAB = 11  # of the language models that run in all modes
+LONG = 2 * unroll.TILE + 2  # tokens of a chunk of three segments
+MODES = {  # config.mode, fused.enabled, unroll.KEPT_BYTES
+    'plain': ('plain', False, 2**30),
+    'fast': ('fast', False, 2**30),
+    'compiled': ('fast', True, 2**30),
+    'recomputed': ('fast', False, 0),
+    'compiled recomputed': ('fast', True, 0),
+}
+# What the logs and checkpoints of equal runs need not share.
+TIMES = {'ms', 'tokens_per_s', 'env_steps_per_s', 'seconds', 'val_seconds', 'logged_seconds'}
+TIMES |= {'config', 'metadata'}
+
+
+class Precision(NamedTuple):
+    """Dtypes of a run. Products in float32 have the dtype of the weights."""
+
+    name: str
+    weights: torch.dtype
+    products: torch.dtype
+    tolerance: float  # relative difference that rounding explains; for a loss, a tenth of it
+
+
+FLOAT64 = Precision('float64', torch.float64, torch.float32, 1e-6)
+FLOAT32 = Precision('float32', torch.float32, torch.float32, 1e-4)
+BFLOAT16 = Precision('bfloat16', torch.float32, torch.bfloat16, 0.1)
+
+
+# ---- what is printed ----
+
+title = ''  # of what is being checked
+wrong = []  # lines that start with WRONG
+raised = set()  # errors whose traceback has been printed
+
+
+def report(mode: str, text: str, agrees: bool = True) -> None:
+    """Print a line about a mode."""
+    line = f'{title}, {mode}: {text}'
+    print(line if agrees else f'WRONG {line}', flush=True)
+    if not agrees:
+        wrong.append(line)
+
+
+@contextlib.contextmanager
+def checking(mode: str) -> Iterator[None]:
+    """Name the mode in which the edit raises an error, and go on after the with statement."""
+    try:
+        yield
+    except UserError as error:
+        report(mode, str(error), agrees=False)
+    except Exception as error:  # noqa: BLE001  whatever an edit may raise
+        report(mode, f'raises {first_line(error)}', agrees=False)
+        if repr(error) not in raised:
+            raised.add(repr(error))
+            print(traceback.format_exc(), end='', flush=True)
+
+
+# ---- comparisons ----
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative difference in a group of tensors, and the name of the tensor. The
+    norm of a difference is divided by that of the expected tensor, but at least by a hundredth of
+    the largest norm in the group, because small tensors may be zero but for rounding."""
+    norms = {name: x.double().norm().item() for name, x in expected.items()}
+    least = max(norms.values()) / 100 or 1.0
+    worst = (-1.0, '')
+    for name, x in expected.items():
+        error = math.inf
+        if found[name].shape == x.shape:
+            error = (found[name].double() - x.double()).norm().item() / max(norms[name], least)
+        worst = max(worst, (math.inf if math.isnan(error) else error, name))
+    return worst
+
+
+def compare(mode: str, what: str, found: dict, expected: dict, precision: Precision) -> None:
+    """Report how much the results of a mode differ from the expected ones. Both are groups of
+    tensors by name, as in {'gradients': {'head': ...}}."""
+    texts, agrees = [], True
+    for group, tensors in found.items():
+        error, name = difference(tensors, expected[group])
+        allowed = precision.tolerance / (10 if 'loss' in group else 1)
+        texts.append(f'{group} {error:.0e}')
+        if error > allowed:
+            texts[-1] += f' (of {name}; rounding explains {allowed:.0e})'
+            agrees = False
+    report(mode, f'{what}, differences: {", ".join(texts)}', agrees)
+
+
+def seed() -> Tensor:
+    """Seed what an edit may draw, and return the random state."""
+    return torch.manual_seed(0).get_state()
+
+
+def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precision], dict]) -> dict:
+    """Compare the results of run(mode, precision), which starts with seed(), in all modes and
+    precisions with those of the first mode in float64, and return the latter."""
+    reference = expected = None
+    is_random = False
+    for precision, mode in itertools.product((FLOAT64, FLOAT32, BFLOAT16), modes):
+        name = f'{mode} {precision.name}'
+        with checking(name):
+            found = run(mode, precision)
+            if reference is None:
+                reference = expected = found
+                is_random = not torch.equal(torch.get_rng_state(), seed())
+                text = ', which draws random numbers' if is_random else ''
+                report(name, f'{what}: the reference{text}')
+            elif is_random and mode == modes[0]:
+                expected = found
+            else:
+                compare(name, what, found, expected, precision)
+    return reference
+
+
+# ---- language models in all modes ----
+
+
+def make_lm(mode: str, precision: Precision) -> LanguageModel:
+    """Return a small random model with the settings of the edit."""
+    settings = vars(train_lm)
+    sizes = {f.name: settings[f.name] for f in fields(ModelConfig) if f.name in settings}
+    model = randomize(build_model(ModelConfig(vocab_size=VOCAB, **sizes), train_lm.recurrent))
+    model.config.mode, compiling.fused.enabled, unroll.KEPT_BYTES = MODES[mode]
+    seed()
+    return model.to(precision.weights)
+
+
+def random_tokens(*shape: int) -> Tensor:
+    """Return random tokens, always the same."""
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
+
+
+def train(mode: str, precision: Precision, T: int, updates: int, rows: int = 2) -> dict[str, dict]:
+    """Train a model on chunks of T tokens of two streams, as train_lm.py does but by plain gradient
+    descent. Return the losses, the gradients in the last update and the state after it. rows: of a
+    micro-batch."""
+    model = make_lm(mode, precision)
+    stream = Stream(model, 2, T, rows, compute_dtype=precision.products, carries=model.recurrent)
+    losses, grads = {}, {}
+    for i, tokens in enumerate(random_tokens(updates, 2, T + 1)):
+        losses[f'loss {i + 1}'] = loss = torch.zeros_like(model.head[0, 0])
+        chunk = train_lm.make_chunk(model, 2, loss, stream.autocast)
+        stream.run('train', chunk, tokens[:, :-1], tokens[:, 1:])
+        for name, p in model.named_parameters():
+            grads[name] = torch.zeros_like(p) if p.grad is None else p.grad
+            p.data -= 0.1 * grads[name]
+            p.grad = None
+    state = {'state': stream.state._asdict()} if model.recurrent else {}
+    return {'losses': losses, 'gradients': grads, **state}
+
+
+def check_training() -> None:
+    """Compare the modes of training on short chunks, on long ones and in micro-batches, and check
+    that every weight is trained."""
+    T = train_lm.block_size
+    modes = ('plain', 'fast', 'compiled')
+    reference = compare_modes(f'3 chunks of {T} tokens', modes, partial(train, T=T, updates=3))
+    if train_lm.recurrent:
+        modes = ('plain', 'fast', 'recomputed', 'compiled recomputed')
+        compare_modes(f'2 chunks of {LONG} tokens', modes, partial(train, T=LONG, updates=2))
+    with checking('micro-batches'):
+        found = train('fast', FLOAT64, T, updates=3, rows=1)
+        if torch.equal(torch.get_rng_state(), seed()):  # otherwise other rows draw other numbers
+            compare('micro-batches', '1 row instead of 2', found, reference, FLOAT64)
+    with checking('optimizers'):
+        model = make_lm('fast', FLOAT32)
+        groups = [group for x in train_lm.make_optimizers(model) for group in x.param_groups]
+        trained = [id(p) for group in groups for p in group['params']]
+        odd = [name for name, p in model.named_parameters() if trained.count(id(p)) != 1]
+        text = (
+            f'in none or in several: {", ".join(odd)}' if odd else 'every weight is in one of them'
+        )
+        report('optimizers', text, not odd)
+        report_unused(reference)
+
+
+def report_unused(results: dict) -> None:
+    """Report weights to which no gradient flows."""
+    unused = [name for name, x in results['gradients'].items() if not x.any()]
+    if unused:
+        report('gradients', f'none for {", ".join(unused)}', agrees=False)
+
+
+@torch.no_grad()
+def decode(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the logits of 24 tokens, by one forward, or by a decoder: from the start, after a
+    prompt, and in a forward that goes on from the decoder's state."""
+    tokens = random_tokens(2, 24)
+    model = make_lm('compiled' if mode == 'decoding compiled' else 'fast', precision).eval()
+    state, logits = model.init_state(2), []
+    for prompt in () if mode == 'forward' else (0, 8):
+        decoder = Decoder(model, 2, precision.products)
+        if prompt:
+            decoder.prefill(tokens[:, :prompt])
+        for token in tokens[:, prompt : prompt + 8].unbind(1):
+            decoder.step(token)
+            logits.append(decoder.logits.clone())
+        state = decoder.state()
+    with torch.autocast('cpu', torch.bfloat16, enabled=precision is BFLOAT16):
+        rest, _ = model(tokens[:, len(logits) :], state=state)
+    return {'logits': {f'token {t}': x for t, x in enumerate([*logits, *rest.unbind(1)])}}
+
+
+@torch.no_grad()
+def check_validation() -> None:
+    """Compare the loss of texts that are read in batches and chunks with that of each text in one
+    forward, and with that of a forward for training."""
+    x, y = random_tokens(2, 3, 23)
+    model = make_lm('fast', FLOAT64).eval()
+    texts = zip(x.split(1), y.split(1), strict=True)
+    alone = [model(*text, model.init_state(1))[0].cross_entropy for text in texts]
+    expected = torch.stack(alone).mean()
+
+    def compare_loss(what: str, loss: Tensor) -> None:
+        compare('validation', what, {'loss': {'': loss}}, {'loss': {'': expected}}, FLOAT64)
+
+    with torch.enable_grad():
+        compare_loss('with gradients', model(x, y, model.init_state(3))[0].cross_entropy.detach())
+    for mode, rows, T in (('fast', 3, 23), ('fast', 2, 4), ('compiled', 3, 10)):
+        model = make_lm(mode, FLOAT64).eval()
+        loss, n = Stream(model, rows, T, may_shrink=True).score(x, y)
+        compare_loss(f'{mode}, {rows} texts at a time, {T} tokens per chunk', loss / n)
+
+
+def check_lm(edit: list[str]) -> None:
+    """Check a language model. An LSTM has no modes, and cannot be sampled."""
+    if train_lm.arch == 'experts':
+        check_training()
+        compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
+        with checking('validation'):
+            check_validation()
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [*SMALL[train_lm], f'--data_dir={folder}/data']
+        tokenizer = [x for x in [*fixed, *edit] if setting_of(x) == 'tokenizer'][-1]
+        Path(folder, 'text').write_text('Fellow citizens of the Senate and of the House. ' * 4)
+        options = ('sample.py', '--device=cpu', '--dtype=float32')
+        uses = {'scored': (*options, f'--score={folder}/text')}
+        if train_lm.arch == 'experts':
+            uses['sampled'] = (*options, '--prompt=Fellow citizens', '--max_new_tokens=9')
+        with checking('data'):
+            run_here('data_fineweb.py', '--demo=True', fixed[-1], tokenizer)
+        check_scripts(Path(folder), fixed, edit, load_model, uses)
+
+
+# ---- agents in all modes ----
+
+
+def make_agent(precision: Precision) -> tuple[Agent, Tensor, Tensor]:
+    """Return a small random agent with the settings of the edit, random observations of two boards
+    in five steps (5, 2, 10, 10, 2), and where episodes start (5, 2)."""
+    settings = vars(train_sokoban)
+    sizes = {f.name: settings[f.name] for f in fields(AgentConfig) if f.name in settings}
+    sizes['dtype'] = 'bfloat16' if precision is BFLOAT16 else 'float32'
+    seed()
+    agent = build_agent(AgentConfig(**sizes)).to(precision.weights)
+    objects, ground = 3 * torch.randint(2, (5, 2, 10, 10)), torch.randint(3, (5, 2, 10, 10))
+    start = torch.tensor([[1, 1], [0, 1], [0, 0], [1, 0], [0, 0]]) > 0
+    seed()
+    return agent, torch.stack([objects, ground], -1).to(torch.uint8), start
+
+
+def train_agent(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the loss of an agent that is to act less and expect more reward, and its gradients."""
+    agent, obs, start = make_agent(precision)
+    compiling.fused.enabled = mode == 'compiled'
+    logits, value, _ = agent(obs, start, agent.init_state(2))
+    loss = logits.square().mean() + (value - 1).square().mean()
+    weights = {name: p for name, p in agent.named_parameters() if p.numel()}
+    grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    gradients = dict(zip(weights, grads, strict=True))
+    return {'loss': {'': loss.detach()}, 'gradients': gradients}
+
+
+@torch.no_grad()
+def act(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the logits and values of an agent by an unroll, or by its steps."""
+    agent, obs, start = make_agent(precision)
+    agent.eval()
+    compiling.fused.enabled = mode == 'steps compiled'
+    state = agent.init_state(2)
+    if mode == 'unroll':
+        logits, value, _ = agent(obs, start, state)
+    else:
+        w, steps = agent.prepare(), []
+        for obs_t, start_t in zip(obs, start, strict=True):
+            *outputs, state = agent.act(w, obs_t, start_t, state)
+            steps.append(outputs)
+        logits, value = map(torch.stack, zip(*steps, strict=True))
+    return {'logits': {'': logits}, 'values': {'': value}}
+
+
+def check_agent(edit: list[str]) -> None:
+    """Check an agent."""
+    reference = compare_modes('an unroll of 5 steps', ('eager', 'compiled'), train_agent)
+    with checking('gradients'):
+        report_unused(reference)
+    compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
+    uses = {'played': ('play_sokoban.py', '--device=cpu', '--measure=True', '--n_levels=16')}
+    with tempfile.TemporaryDirectory() as folder:
+        check_scripts(Path(folder), SMALL[train_sokoban], edit, load_agent, uses)
+
+
+# ---- the scripts ----
+
+
+def run_here(script: str, *arguments: str) -> str:
+    """Run a script in this process, and return what it prints. Raises UserError if it ends with an
+    error that it explains."""
+    sys.argv = [script, *arguments]
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(str(ROOT / script), run_name='__main__')
+        except SystemExit as end:
+            if end.code:
+                raise UserError(f'{script}: {errors.getvalue().strip()}') from None
+    return printed.getvalue()
+
+
+def run_in(folder: Path, script: str, *arguments: str) -> None:
+    """Run a script of a folder in a new process. Raises UserError if it ends with an error that it
+    explains, and RuntimeError if it ends with another one."""
+    env = {**os.environ, 'PYTHONPATH': str(folder)}
+    env.pop('PYTHONSAFEPATH', None)
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    if done.returncode:
+        error = UserError if done.returncode == 2 else RuntimeError
+        raise error(f'{script}: {done.stderr.strip()}')
+
+
+def losses_in(run: Path) -> str:
+    """Return the first and the last losses in the log of a run."""
+    texts = []
+    for name in ('train_loss', 'loss', 'val_loss', 'eval_return'):
+        values = [record[name] for record in log_of(run) if name in record]
+        if values:
+            texts.append(f'{name} {values[0]:.4f} to {values[-1]:.4f}')
+    return ', '.join(texts)
+
+
+def losses_of_head(script: str, arguments: list[str]) -> str:
+    """Return the losses of a run by HEAD's files, with the arguments that they know."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = tarfile.open(fileobj=io.BytesIO(git('archive', 'HEAD')))
+        files.extractall(folder, filter='data')
+        known = Script(folder / script).defaults
+        known = [x for x in arguments if setting_of(x) in known]
+        try:
+            run_in(folder, script, *known, f'--out_dir={folder}/run')
+        except (UserError, RuntimeError) as error:
+            return str(error).splitlines()[-1]
+        return losses_in(folder / 'run')
+
+
+def unequal(a: object, b: object, name: str = '') -> list[str]:
+    """Return the names of what differs in two logs, checkpoints or models, but for times."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = [key for key in {**a, **b} if key not in TIMES]
+        return [x for key in names for x in unequal(a.get(key), b.get(key), f'{name} {key}')]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [x for i, pair in pairs for x in unequal(*pair, f'{name} {i}')]
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return [] if torch.equal(a, b) else [name]
+    return [] if repr(a) == repr(b) else [name]
+
+
+def report_unequal(mode: str, what: str, a: object, b: object) -> None:
+    """Report whether two trees of tensors and plain types are bit-equal."""
+    odd = unequal(a, b)
+    report(mode, f'{what} differ in{",".join(odd[:4])}' if odd else f'{what} are equal', not odd)
+
+
+def check_scripts(
+    folder: Path, fixed: list[str], edit: list[str], load: Callable, uses: dict[str, tuple]
+) -> None:
+    """Train a small model by its trainer; resume, evaluate, export and use it.
+
+    folder: for the results; fixed: arguments besides those of the edit; load(folder, which) returns
+    the model in a folder; uses: scripts with arguments, the first of which exports."""
+    trainer, recurrent = PARTS[part]
+    script = SCRIPTS[trainer][0]
+    compiling.fused.enabled, unroll.KEPT_BYTES = MODES['fast'][1:]
+    fixed = [*fixed, f'--recurrent={recurrent}', f'--arch={trainer.arch}']
+    run, resumed, export, other = (folder / x for x in ('run', 'resumed', 'export', 'other'))
+    with checking('trained'):
+        run_here(script, *fixed, *edit, f'--out_dir={run}')
+        text = losses_in(run)
+        if changed_files(trainer):
+            text += f'; HEAD: {losses_of_head(script, [*fixed, *edit])}'
+        report('trained', text)
+    if not (run / PREV).exists():
+        return
+
+    with checking('resumed'):
+        shutil.copytree(run, resumed)
+        os.replace(resumed / PREV, resumed / LAST)  # as if it had been stopped half-way
+        run_in(ROOT, script, f'--out_dir={resumed}', '--resume=True')
+        results = [{'log': log_of(x), **load_checkpoint(x / LAST)} for x in (run, resumed)]
+        report_unequal('resumed', 'half-way in a new process: the ends', *results)
+
+    with checking('evaluated'):
+        last = log_of(run)[-1]
+        logged = f'return {last["eval_return"]:.2f},' if 'eval_return' in last else ''
+        logged = logged or f'loss {last["val_loss"]:.4f} '
+        printed = run_here(script, f'--out_dir={run}', '--eval_only=True')
+        agrees = logged in printed
+        report('evaluated', 'as logged' if agrees else f'{logged} logged, {printed}', agrees)
+
+    with checking('exported'):
+        exporter = next(iter(uses.values()))[0]
+        run_here(exporter, f'--out_dir={run}', '--which=last', f'--export={export}')
+        models = [load(str(x), 'last') for x in (run, export)]
+        models = [[x.entries(), x.state_dict()] for x in models]
+        report_unequal('exported', 'settings and weights of run and export', *models)
+    for mode, arguments in uses.items():
+        with checking(mode):
+            printed = [
+                run_here(*arguments, '--which=last', f'--out_dir={x}').replace(str(x), '')
+                for x in (run, export)
+            ]
+            report_unequal(mode, 'results of run and export', *printed)
+
+    for argument in edit:
+        others = [x for x in edit if x != argument]
+        with checking('settings'):
+            try:
+                run_here(script, *fixed, *others, f'--out_dir={other}', '--overwrite=True')
+            except UserError as error:
+                report('settings', f'{argument} cannot be left out: {error}')
+            else:
+                if not unequal(log_of(run), log_of(other)):
+                    report('settings', f'{argument} changes nothing')
+
+
+# ---- what is checked ----
+
+
+def setting_of(argument: str) -> str:
+    """Return the name of the setting in an argument."""
+    return argument.removeprefix('--').partition('=')[0]
+
+
+def git(*arguments: str) -> bytes:
+    """Return what a git command prints about the project's folder."""
+    # GIT_DIR and the like, of a hook for example, name another repository.
+    env = {name: x for name, x in os.environ.items() if not name.startswith('GIT_')}
+    command = ['git', '-C', str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, env=env).stdout
+
+
+def changed_files(trainer: ModuleType) -> set[Path]:
+    """Return the files of language models, or of agents, that differ from HEAD; none if git does
+    not keep the project."""
+    try:
+        git('ls-files', '--error-unmatch', SCRIPTS[trainer][0])
+        names = git('diff', 'HEAD', '--name-only', '--relative', '-z').decode().split('\0')
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    files = {path for script in SCRIPTS[trainer] for path in modules_of(ROOT / script)}
+    return files & {ROOT / name for name in names}
+
+
+def choose_archs(trainer: ModuleType, recurrent: bool, edit: list[str]) -> list[str]:
+    """Return the architectures that a part checks: that of the edit's settings, or all."""
+    given = [x.partition('=')[2] for x in edit if setting_of(x) == 'arch']
+    if given or trainer is train_sokoban:
+        return given[-1:] or ['convlstm', 'convglu']
+    changed = changed_files(trainer)
+    has_lstm = recurrent and (all or not changed or ROOT / 'lstm.py' in changed)
+    return ['experts', 'lstm'] if has_lstm else ['experts']
+
+
+def check_part(edit: list[str]) -> int:
+    """Check one part. Return 1 if a mode disagrees, 2 if the settings are refused, else 0."""
+    global title
+    trainer, recurrent = PARTS[part]
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 256  # as in compiling.compiled
+    torch._dynamo.config.accumulated_recompile_limit = 4096
+    # Code that inductor generates draws what an eager function draws.
+    options = {'fallback_random': True} if backend == 'inductor' else None
+    compile_ = partial(torch.compile, backend=backend, options=options, dynamic=False)
+    compiling.compiled = functools.cache(compile_)
+    known = Script(trainer.__file__).defaults
+    edit = [x for x in edit if setting_of(x) in known]
+    is_checked = False
+    for arch in choose_archs(trainer, recurrent, edit):
+        title = part if arch == 'experts' else f'{part} {arch}'
+        arguments = [*TINY[trainer], f'--recurrent={recurrent}', f'--arch={arch}', *edit]
+        try:
+            configure(vars(trainer), arguments, quiet=True)
+            if trainer is train_sokoban:
+                make_agent(FLOAT64)
+            elif arch == 'experts':
+                make_lm('plain', FLOAT64)
+        except UserError as error:
+            report('not checked', str(error))
+            continue
+        is_checked = True
+        (check_lm if trainer is train_lm else check_agent)(edit)
+    return 1 if wrong else 0 if is_checked else 2
+
+
+def join_values(arguments: list[str]) -> list[str]:
+    """Return the arguments with every `--name value` as --name=value. Raises UserError for what is
+    no setting."""
+    joined = []
+    for argument in arguments:
+        if argument.startswith('--'):
+            joined.append(argument)
+        elif joined and '=' not in joined[-1]:
+            joined[-1] += f'={argument}'
+        else:
+            raise UserError(f'command line: {argument!r}: expected --name=value')
+    return joined
+
+
+def main() -> int:
+    """Check what the edit changes, each part in a process of its own. Return the exit status: 0 =
+    all modes agree, 1 = some disagree, 2 = the settings are refused."""
+    own = Script(__file__).defaults
+    arguments = join_values(sys.argv[1:])
+    configure(globals(), [x for x in arguments if setting_of(x) in {*own, 'help'}], quiet=True)
+    edit = [x for x in arguments if setting_of(x) not in own]
+    if part:
+        return check_part(edit)
+
+    trainers = [x for x in SCRIPTS if all or changed_files(x)] or list(SCRIPTS)
+    scripts = [Script(trainer.__file__) for trainer in trainers]
+    for name in map(setting_of, edit):
+        if not any(name in script.defaults for script in scripts):
+            scripts[0].check(name, None, 'command line')  # raises UserError
+    parts = []
+    for name, (trainer, recurrent) in PARTS.items():
+        if trainer not in trainers:
+            print(f'{name}: not checked, no file of it has changed (--all=True checks it)')
+        elif f'--recurrent={not recurrent}' not in edit:
+            parts.append(name)
+    command = [sys.executable, __file__, *arguments]
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(lambda name: subprocess.run([*command, f'--part={name}']), parts)
+        statuses = [run.returncode for run in runs]
+    failed = [name for name, status in zip(parts, statuses, strict=True) if status not in (0, 2)]
+    if failed:
+        print(f'WRONG: modes disagree in {", ".join(failed)}')
+        return 1
+    if 0 not in statuses:
+        return 2
+    print('all modes agree')
+    return 0
+
+
+if __name__ == '__main__':
+    run_script(main)
