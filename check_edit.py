@@ -56,7 +56,8 @@ from decode import Decoder
 from model import LanguageModel, ModelConfig, build_model, randomize
 from sample import load_model
 from support import compiling
-from support.run_folder import LAST, PREV, load_checkpoint, log_of, modules_of
+from support.code import modules_of
+from support.run_folder import LAST, PREV, load_checkpoint, log_of
 from support.stream import Stream
 
 # -----------------------------------------------------------------------------
