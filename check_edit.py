@@ -64,6 +64,7 @@ from support.stream import Stream
 # fmt: off
 all = False            # check language models and agents, whatever the edit changes
 part = ''              # check one of PARTS alone
+detaches = False       # the edit stops gradients on purpose: they are not the slope of the loss
 backend = 'aot_eager'  # of torch.compile: 'aot_eager' captures and differentiates, 'inductor' also
                        # generates code, as training does, which takes minutes
 # fmt: on
@@ -213,6 +214,36 @@ def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precisi
     return reference
 
 
+def check_gradients(model: torch.nn.Module, loss_of: Callable[[], Tensor]) -> None:
+    """Check that gradients reach all weights and, unless the edit stops them on purpose, that they
+    are the slope of loss_of(), the model's loss, in a random direction."""
+    with checking('gradients'):
+        weights = {name: p for name, p in model.named_parameters() if p.numel()}
+        seed()
+        grads = torch.autograd.grad(loss_of(), list(weights.values()), materialize_grads=True)
+        unused = [name for name, x in zip(weights, grads, strict=True) if not x.any()]
+        if unused:
+            report('gradients', f'none for {", ".join(unused)}', agrees=False)
+        if detaches:
+            return
+        direction = [torch.randn_like(p) for p in weights.values()]
+        slope = sum((x * d).sum() for x, d in zip(grads, direction, strict=True))
+        losses = []
+        for step in (1e-6, -2e-6):  # from the weights to one side, then to the other
+            for p, d in zip(weights.values(), direction, strict=True):
+                p.data += step * d
+            seed()
+            losses.append(loss_of().detach())
+        expected = (losses[0] - losses[1]) / 2e-6
+        compare(
+            'gradients',
+            'their slope is that of the loss',
+            {'slope': {'': slope}},
+            {'slope': {'': expected}},
+            FLOAT64,
+        )
+
+
 # ---- language models in all modes ----
 
 
@@ -272,17 +303,11 @@ def check_training() -> None:
         trained = [id(p) for group in groups for p in group['params']]
         odd = [name for name, p in model.named_parameters() if trained.count(id(p)) != 1]
         text = (
-            f'in none or in several: {", ".join(odd)}' if odd else 'every weight is in one of them'
+            f'in none, or in several: {", ".join(odd)}' if odd else 'each weight is in one of them'
         )
         report('optimizers', text, not odd)
-        report_unused(reference)
-
-
-def report_unused(results: dict) -> None:
-    """Report weights to which no gradient flows."""
-    unused = [name for name, x in results['gradients'].items() if not x.any()]
-    if unused:
-        report('gradients', f'none for {", ".join(unused)}', agrees=False)
+    model, (x, y) = make_lm('plain', FLOAT64), random_tokens(2, 2, T)
+    check_gradients(model, lambda: model(x, y)[0].objective)
 
 
 @torch.no_grad()
@@ -363,12 +388,17 @@ def make_agent(precision: Precision) -> tuple[Agent, Tensor, Tensor]:
     return agent, torch.stack([objects, ground], -1).to(torch.uint8), start
 
 
+def agent_loss(agent: Agent, obs: Tensor, start: Tensor) -> Tensor:
+    """Return the loss of an agent that is to act less and to expect more reward."""
+    logits, value, _ = agent(obs, start, agent.init_state(2))
+    return logits.square().mean() + (value - 1).square().mean()
+
+
 def train_agent(mode: str, precision: Precision) -> dict[str, dict]:
-    """Return the loss of an agent that is to act less and expect more reward, and its gradients."""
+    """Return the loss of an agent and its gradients."""
     agent, obs, start = make_agent(precision)
     compiling.fused.enabled = mode == 'compiled'
-    logits, value, _ = agent(obs, start, agent.init_state(2))
-    loss = logits.square().mean() + (value - 1).square().mean()
+    loss = agent_loss(agent, obs, start)
     weights = {name: p for name, p in agent.named_parameters() if p.numel()}
     grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
     gradients = dict(zip(weights, grads, strict=True))
@@ -395,10 +425,10 @@ def act(mode: str, precision: Precision) -> dict[str, dict]:
 
 def check_agent(edit: list[str]) -> None:
     """Check an agent."""
-    reference = compare_modes('an unroll of 5 steps', ('eager', 'compiled'), train_agent)
-    with checking('gradients'):
-        report_unused(reference)
+    compare_modes('an unroll of 5 steps', ('eager', 'compiled'), train_agent)
     compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
+    agent, obs, start = make_agent(FLOAT64)
+    check_gradients(agent, lambda: agent_loss(agent, obs, start))
     uses = {'played': ('play_sokoban.py', '--device=cpu', '--measure=True', '--n_levels=16')}
     with tempfile.TemporaryDirectory() as folder:
         check_scripts(Path(folder), SMALL[train_sokoban], edit, load_agent, uses)
