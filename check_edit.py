@@ -535,20 +535,20 @@ def check_scripts(
         results = [{'log': log_of(x), **load_checkpoint(x / LAST)} for x in (run, resumed)]
         report_unequal('resumed', 'half-way in a new process: the ends', *results)
 
-    with checking('evaluated'):
-        last = log_of(run)[-1]
-        logged = f'return {last["eval_return"]:.2f},' if 'eval_return' in last else ''
-        logged = logged or f'loss {last["val_loss"]:.4f} '
-        printed = run_here(script, f'--out_dir={run}', '--eval_only=True')
-        agrees = logged in printed
-        report('evaluated', 'as logged' if agrees else f'{logged} logged, {printed}', agrees)
-
     with checking('exported'):
         exporter = next(iter(uses.values()))[0]
         run_here(exporter, f'--out_dir={run}', '--which=last', f'--export={export}')
         models = [load(str(x), 'last') for x in (run, export)]
         models = [[x.entries(), x.state_dict()] for x in models]
         report_unequal('exported', 'settings and weights of run and export', *models)
+    last = log_of(run)[-1]
+    logged = f'loss {last["val_loss"]:.4f} ' if 'val_loss' in last else ''
+    logged = logged or f'return {last["eval_return"]:.2f},'
+    for name, x in (('run', run), ('export', export)):
+        with checking(f'evaluated {name}'):
+            printed = run_here(script, f'--out_dir={x}', '--eval_only=True')
+            text = 'as logged' if logged in printed else f'{logged} logged, {printed}'
+            report(f'evaluated {name}', text, logged in printed)
     for mode, arguments in uses.items():
         with checking(mode):
             printed = [
