@@ -49,7 +49,7 @@ aot: .venv/installed
 	$(BIN)/python -m pytest -q -rP --long --timeout=7200 tests/test_triton.py -k ahead_of_time
 
 check-edit: .venv/installed
-	PYTHONPATH=. $(BIN)/python tests/hacks/check.py $(ARGS)
+	$(BIN)/python check_edit.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
