@@ -1,7 +1,8 @@
 # make demo          sample a shipped language model, train a small one on a CPU, and sample it
 # make demo-sokoban  watch a shipped agent, train a small one on a CPU, draw its curve and a game
 # make demo-states   train two models to track states, with and without recurrence, draw both curves
-# make gpu           on a GPU: run its tests, then measure the speed tables
+# make gpu           on a GPU, ten minutes: smoke tests, training, kernels, both speed tables, a report
+# make test-gpu      on a GPU: run all tests that need one
 # make aot           compile the Triton kernels for GPUs that are not there, and list what they take
 # make check-edit ARGS="--z_loss=0.01"   check an edit of the models in every mode, end to end
 # make test          run the tests on two cores, rare cases in a short form
@@ -40,10 +41,12 @@ test: .venv/installed
 test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP --timeout=7200
 
-# Gymnasium is an extra, which may be missing there.
 gpu:
+	$(PYTHON) bench_gpu.py
+
+# Gymnasium is an extra, which may be missing there.
+test-gpu:
 	$(PYTHON) -m pytest -q -m gpu --ignore=tests/test_sokoban_gym.py
-	$(PYTHON) bench.py
 
 aot: .venv/installed
 	$(BIN)/python -m pytest -q -rP --long --timeout=7200 tests/test_triton.py -k ahead_of_time
@@ -73,4 +76,4 @@ lint: .venv/installed
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps triton==3.7.0
 	touch .venv/installed
 
-.PHONY: demo demo-sokoban demo-states test test-long gpu aot check-edit lint
+.PHONY: demo demo-sokoban demo-states test test-long gpu test-gpu aot check-edit lint

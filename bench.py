@@ -36,7 +36,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from configurator import configure
@@ -424,20 +424,24 @@ def show(x: object) -> str:
     return '' if x is None else str(x).replace('|', '/')
 
 
-def write_report(report: dict, path: pathlib.Path) -> str:
-    """Write the report as JSON and its table beside it as .md; return the table."""
-    rows = report['results']
-    names = [name for name in COLUMNS if any(name in row for row in rows)]
-    lines = [[name.replace('_', ' ') for name in names], ['---'] * len(names)]
+def table(rows: list[dict], columns: Sequence[str] = COLUMNS) -> str:
+    """Return a table of Markdown of those columns that some row has."""
+    names = [name for name in columns if any(name in row for row in rows)]
+    titles = [name.replace('_', ' ').replace('target', 'modeled target') for name in names]
+    lines = [titles, ['---'] * len(names)]
     lines += [[show(row.get(name)) for name in names] for row in rows]
+    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+
+
+def write_report(report: dict, path: pathlib.Path) -> str:
+    """Write the report as JSON and its table beside it as .md; return that text."""
     about = (
         '{device_name} x {world}, {threads} threads, {dtype}, torch {torch}, commit {code[commit]}'
     )
-    table = f'{about.format(**report)}\n`{report["command"]}`\n\n'
-    table += ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+    text = f'{about.format(**report)}\n`{report["command"]}`\n\n{table(report["results"])}'
     write_json(report, path)
-    write_text(table, path.with_suffix('.md'))
-    return table
+    write_text(text, path.with_suffix('.md'))
+    return text
 
 
 @ranks.explain_errors('choose smaller shapes or contexts')
@@ -480,7 +484,7 @@ def main() -> int:
     about |= run_folder.machine(device_, str(machine.compute_dtype))
     about['code'] = code_record(__file__)
     report = {**about, 'settings': config, 'results': []}
-    table = ''
+    text = ''
     for i, cell in enumerate(cells):
         rows = [row for group in groups for row in measure(cell, group, machine)]
         for row in rows:
@@ -490,8 +494,8 @@ def main() -> int:
             print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
         report['results'] += rows
         if rank == 0:
-            table = write_report(report, path)
-    print0(f'\n{table}\n{path}')
+            text = write_report(report, path)
+    print0(f'\n{text}\n{path}')
     ranks.leave_ranks()
     return int(any(row['status'].startswith('failed') for row in report['results']))
 

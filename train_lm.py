@@ -511,6 +511,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
             'tokens_per_s': tokens_per_s,
             'seconds': seconds,
         }
+        if device_.startswith('cuda'):
+            record['memory_gb'] = torch.cuda.max_memory_reserved(device_) / 1e9
         if step % log_interval == 0 or step == max_iters or due_to_print():
             left = (max_iters - step) * (elapsed + val_seconds / eval_interval)
             print0(

@@ -259,6 +259,7 @@ class Stream:
         self.model.release()
         if on_gpu:
             torch.cuda.empty_cache()  # or what is allocated next would pin that of `reserved`
+            torch.cuda.reset_peak_memory_stats(self.device)  # a trial is not the run
         return fits
 
 

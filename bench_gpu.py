@@ -1,0 +1,279 @@
+"""Try everything on a GPU, in ten minutes: tests, training with its loader, candidates for kernels
+and both speed tables, beside the paper's figures.
+
+    make gpu        # or: python bench_gpu.py
+
+Each step is a command that anybody can run alone; its output is in the folder that is printed
+first. If a step fails, a line says what to do about it, and the others run. The last cells of the
+tables are measured as long as there is time.
+
+The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
+can be committed. Training reads random tokens: its speed does not depend on the text.
+"""
+
+import os
+import pathlib
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+from typing import NamedTuple
+
+from configurator import configure
+from support.script import UserError, run_script
+
+import numpy as np
+import torch
+
+import bench
+from support import ranks, run_folder
+from support.code import code_record
+from support.files import read_json, write_json, write_text
+from support.loader import write_meta, write_shard
+
+# -----------------------------------------------------------------------------
+minutes = 10.0  # of all steps together
+out = ''  # JSON file; the tables go beside it as .md; '' = out/gpu_DATE_TIME.json
+# -----------------------------------------------------------------------------
+RANGES = {'minutes': (0.1, 600)}
+TRAINING = '--max_iters=100 --eval_interval=100 --val_tokens=1048576 --overwrite=True'
+
+
+class Step(NamedTuple):
+    """A command of python, {data} and {out} being folders, and what to do if it fails."""
+
+    name: str
+    command: str
+    seconds: int  # the most that it may take
+    advice: str
+
+
+STEPS = [
+    Step(
+        'tests',
+        '-m pytest -q -m "gpu and smoke" --ignore=tests/test_sokoban_gym.py',
+        150,
+        'a test names what differs: CUDA graphs (train with --cuda_graphs=False), compilation '
+        '(--compile=False) or Triton kernels (--overrides=False). PYTORCH_ALLOC_CONF='
+        'expandable_segments:False in the environment turns off the allocator that runs choose',
+    ),
+    Step(
+        'recurrent',
+        'train_lm.py config/small_L2.py --data_dir={data} --out_dir={out}/recurrent ' + TRAINING,
+        120,
+        'try --overrides=False, --cuda_graphs=False and --compile=False, in this order',
+    ),
+    Step(
+        'nonrecurrent',
+        'train_lm.py config/small_nonrecurrent_L2.py --n_layer=16 --n_expert=1 --data_dir={data} '
+        '--out_dir={out}/nonrecurrent ' + TRAINING,
+        90,
+        'try --cuda_graphs=False and --compile=False, in this order',
+    ),
+    Step(
+        'agent',
+        'train_sokoban.py config/sokoban_small_L4.py --split=generated --eval_split=generated '
+        '--n_levels=2000 --eval_games=64 --total_steps=128000 --overwrite=True '
+        '--out_dir={out}/agent',
+        60,
+        'try --cuda_graphs=False, --compile=False and --dtype=float32, in this order',
+    ),
+    Step(
+        'decoding',
+        'bench.py --suite=decode --rounds=3 --seconds=0.2 --out={out}/decoding.json',
+        90,
+        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
+    ),
+    Step(
+        'training',
+        'bench.py --suite=train --rounds=3 --seconds=0.3 --out={out}/training.json',
+        180,
+        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
+    ),
+    Step(
+        'kernels',
+        'bench.py --suite=train --shapes=2,8 --contexts=64, --rounds=3 --seconds=0.3 '
+        '--modes=compiled,try_tile,try_stores,no_attention,no_experts,no_loss '
+        '--out={out}/kernels.json',
+        120,
+        'a mode that fails is one not to use',
+    ),
+    Step(
+        'windows',
+        'bench.py --suite=decode --shapes=2,8 --contexts=2048, --streams=1 --rounds=3 '
+        '--seconds=0.2 --modes=compiled,try_split,no_attention --out={out}/windows.json',
+        60,
+        'a mode that fails is one not to use',
+    ),
+    Step(
+        'agents',
+        'bench.py --suite=sokoban --rounds=3 --seconds=0.3 --out={out}/agents.json',
+        60,
+        'see the step "agent"',
+    ),
+    Step(
+        'contexts',
+        'bench.py --suite=train --contexts=128,1024,32,2048 --rounds=3 --seconds=0.3 '
+        '--out={out}/contexts.json',
+        600,
+        'a cell that failed has its reason in the table',
+    ),
+]
+# The cells of bench.py that the steps of training correspond to, for the paper's figures.
+TRAINED = {
+    'recurrent': bench.Cell('train', 'recurrent', 2, 8, 768, C=64, B=512),
+    'nonrecurrent': bench.Cell('train', 'transformer', 16, 1, 768, C=256, B=128),
+}
+# Lines of a step's output that say what a run does.
+TELLING = re.compile(
+    r'no CUDA graph|does not work|overrides? |rows per micro-batch|passed|failed|^error|solved'
+)
+
+
+def write_data(folder: pathlib.Path) -> None:
+    """Write shards of random GPT-2 tokens, enough for 100 updates."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for name, n in (('val_000000', 2**21), ('train_000001', 2**24)):
+        tokens = rng.integers(50257, size=n, dtype=np.uint16)
+        write_shard(folder / f'fineweb_{name}.bin', tokens)
+    write_meta(folder, {'tokenizer': 'gpt2', 'source': 'random tokens', 'shards': []})
+
+
+def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
+    """Run a step for at most `seconds`; return its record for the report."""
+    command = shlex.split(step.command.format(data=folder / 'data', out=folder))
+    log = folder / f'{step.name}.log'
+    start = time.perf_counter()
+    with open(log, 'wb') as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = log.read_text(errors='replace')
+    for path, short in ((os.getcwd(), '.'), (sys.prefix, 'python'), (pathlib.Path.home(), '~')):
+        text = text.replace(str(path), short)  # the report names no folders of this machine
+    lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
+    record = {
+        'step': step.name,
+        'command': step.command.format(data='DATA', out='OUT'),
+        'status': {0: 'ok', None: 'out of time'}.get(status, f'failed ({status})'),
+        'seconds': round(time.perf_counter() - start, 1),
+        'lines': [line.strip() for line in lines if TELLING.search(line)],
+    }
+    if status not in (0, None):
+        record |= {'last_lines': lines[-20:], 'advice': step.advice}
+    return record
+
+
+def trained(name: str, folder: pathlib.Path) -> list[dict]:
+    """Return the figures of a training run in a list, medians of its second half, which follows all
+    captures; an empty list if it did not get there."""
+    rows = [row for row in run_folder.log_of(folder / name) if row.get('step', 0) > 50]
+    if not rows:
+        return []
+    cell = TRAINED[name]
+    figures = {
+        'run': name,
+        'L': cell.L,
+        'E': cell.E,
+        'C': cell.C,
+        'updates': rows[-1]['step'],
+        'ms': statistics.median(row['ms'] for row in rows),
+        'tokens_per_s': statistics.median(row['tokens_per_s'] for row in rows),
+        'memory_gb': max(row['memory_gb'] for row in rows),
+    }
+    bench.vocab_size = 50304
+    return [{**figures, **bench.published(cell)}]
+
+
+def write_report(report: dict, path: pathlib.Path) -> None:
+    """Write the report as JSON, and as Markdown beside it."""
+    text = '# A first hour on {device_name}\n\n{date}, torch {torch}, triton {triton}, commit '
+    text = text.format(**report) + report['code']['commit'] + '\n\n'
+    text += bench.table(report['steps'], ['step', 'status', 'seconds', 'command'])
+    if report['training']:
+        text += (
+            '\n## Training, with its loader\n\nMedians of updates 51 to 100. The figures of the '
+        )
+        text += 'paper and the modeled targets are per GPU.\n\n'
+        text += bench.table(report['training'], list(report['training'][0]))
+    for step in report['steps']:
+        text += f'\n## {step["step"]}: {step["status"]}\n\n'
+        text += f'{step["advice"]}\n\n' if 'advice' in step else ''
+        lines = step.get('last_lines', step['lines'])
+        text += '```\n' + '\n'.join(lines) + '\n```\n' if lines else ''
+        if step['step'] in report['cells']:
+            text += '\n' + bench.table(report['cells'][step['step']])
+    write_json(report, path)
+    write_text(text, path.with_suffix('.md'))
+
+
+def main() -> int:
+    """Run all steps. Return the exit status, 1 if one failed."""
+    configure(globals(), quiet=True)
+    if not torch.cuda.is_available():
+        raise UserError('this torch finds no CUDA device: bench.py measures a CPU')
+    path = pathlib.Path(out or f'out/gpu_{time.strftime("%Y%m%d_%H%M%S")}.json')
+    folder = path.with_suffix('')
+    if path.exists() or folder.exists():
+        raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
+    end = time.perf_counter() + 60 * minutes
+    write_data(folder / 'data')
+    report = {
+        'date': time.strftime('%Y-%m-%d'),
+        'device_name': ranks.device_name('cuda'),
+        'torch': str(torch.__version__),
+        'triton': triton_version(),
+        'code': code_record(__file__),
+        'steps': [],
+        'training': [],
+        'cells': {},  # by step, of bench.py
+    }
+    print(f'{report["device_name"]}: at most {minutes:g} minutes; logs in {folder}', flush=True)
+    for step in STEPS:
+        left = end - time.perf_counter()
+        if left < 5:
+            print(f'{step.name}: no time is left')
+            continue
+        record = run_step(step, folder, min(step.seconds, left))
+        report['steps'].append(record)
+        print(f'{step.name}: {record["status"]}, {record["seconds"]:.0f} s', flush=True)
+        for line in record.get('last_lines', record['lines'])[-5:]:
+            print(f'    {line}', flush=True)
+        if 'advice' in record:
+            print(f'    what to do: {step.advice}', flush=True)
+        if step.name in TRAINED:
+            report['training'] += trained(step.name, folder)
+        cells = folder / f'{step.name}.json'
+        if cells.exists():  # bench.py writes it after each cell
+            report['cells'][step.name] = read_json(cells)['results']
+        write_report(report, path)
+    print(f'{path} and {path.with_suffix(".md")} name nothing of this machine: commit both')
+    return int(any(step['status'].startswith('failed') for step in report['steps']))
+
+
+def triton_version() -> str:
+    """Return the version of Triton, which may be missing or broken."""
+    try:
+        return metadata.version('triton')
+    except metadata.PackageNotFoundError:
+        return 'none'
+
+
+if __name__ == '__main__':
+    run_script(main)

@@ -1,0 +1,62 @@
+"""Test bench_gpu.py without a GPU: steps that fail or take too long, and the report."""
+
+import json
+import sys
+
+import torch
+from small_runs import assert_refused
+
+import bench_gpu
+from bench_gpu import Step
+
+LOG = """import json, os, sys
+os.makedirs(sys.argv[1])
+with open(sys.argv[1] + '/log.jsonl', 'w') as file:
+    for step in range(101):
+        record = dict(step=step, ms=step, tokens_per_s=2 * step, memory_gb=3)
+        print(json.dumps(record), file=file)
+print('512 rows per micro-batch')"""
+CELLS = """import json, os, sys
+row = dict(suite='train', median=7.0, graphs='train')
+json.dump(dict(results=[row]), open(sys.argv[1], 'w'))
+print(os.getcwd())
+sys.exit('no kernel')"""
+
+
+def run_main(monkeypatch, path, steps):
+    monkeypatch.setattr(sys, 'argv', ['bench_gpu.py', f'--out={path}'])
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(bench_gpu.ranks, 'device_name', lambda device: 'H100')
+    monkeypatch.setattr(bench_gpu, 'STEPS', steps)
+    return bench_gpu.main()
+
+
+def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_path, capsys):
+    """Figures of training are medians of its second half; cells are those measured so far. The
+    report names no folder of the machine."""
+    steps = [
+        Step('kernels', f'-c "{CELLS}" {{out}}/kernels.json', 60, 'try less'),
+        Step('slow', '-c "import time; time.sleep(60)"', 1, 'wait'),
+        Step('recurrent', f'-c "{LOG}" {{out}}/recurrent', 60, 'try more'),
+    ]
+    path = tmp_path / 'new' / 'gpu.json'
+    assert run_main(monkeypatch, path, steps) == 1
+    report, text = json.loads(path.read_text()), path.with_suffix('.md').read_text()
+    assert [step['status'] for step in report['steps']] == ['failed (1)', 'out of time', 'ok']
+    assert report['steps'][0]['last_lines'] == ['.', 'no kernel']
+    (run,) = report['training']
+    assert (run['ms'], run['tokens_per_s'], run['memory_gb']) == (75.5, 151, 3)
+    assert run['paper'] == '52375' and '| 52375 |' in text
+    assert report['cells']['kernels'][0]['median'] == 7.0 and 'try less' in text
+    assert 'what to do: try less' in capsys.readouterr().out
+    assert str(tmp_path) not in text + path.read_text()
+
+
+def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_path):
+    (tmp_path / 'gpu.json').write_text('kept')
+    assert_refused('exists: choose another name', run_main, monkeypatch, tmp_path / 'gpu.json', [])
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, 'argv', ['bench_gpu.py'])
+        assert_refused('finds no CUDA device', bench_gpu.main)
+    assert (tmp_path / 'gpu.json').read_text() == 'kept'
