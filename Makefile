@@ -42,7 +42,7 @@ test-long: .venv/installed
 	$(BIN)/python -m pytest -q --long -rP --timeout=7200
 
 gpu:
-	$(PYTHON) bench_gpu.py
+	$(PYTHON) -m paper.first_hour
 
 # Gymnasium is an extra, which may be missing there.
 test-gpu:

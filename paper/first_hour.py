@@ -1,11 +1,11 @@
 """Try everything on a GPU, in ten minutes: tests, training with its loader, candidates for kernels
 and both speed tables, beside the paper's figures.
 
-    make gpu        # or: python bench_gpu.py
+    make gpu        # or: python -m paper.first_hour
 
-Each step is a command that anybody can run alone; its output is in the folder that is printed
-first. If a step fails, a line says what to do about it, and the others run. The last cells of the
-tables are measured as long as there is time.
+Each step is a command that anybody can run alone in the project's root; its output is in the folder
+that is printed first. If a step fails, a line says what to do about it, and the others run. The
+last cells of the tables are measured as long as there is time.
 
 The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
 can be committed. Training reads random tokens: its speed does not depend on the text.
@@ -29,7 +29,7 @@ from support.script import UserError, run_script
 import numpy as np
 import torch
 
-import bench
+from paper.plans import ROOT
 from support import ranks, run_folder
 from support.code import code_record
 from support.files import read_json, write_json, write_text
@@ -123,11 +123,8 @@ STEPS = [
         'a cell that failed has its reason in the table',
     ),
 ]
-# The cells of bench.py that the steps of training correspond to, for the paper's figures.
-TRAINED = {
-    'recurrent': bench.Cell('train', 'recurrent', 2, 8, 768, C=64, B=512),
-    'nonrecurrent': bench.Cell('train', 'transformer', 16, 1, 768, C=256, B=128),
-}
+# What the steps of training train, as bench.py's tables name it: model, L, E and C.
+TRAINED = {'recurrent': ('recurrent', 2, 8, 64), 'nonrecurrent': ('transformer', 16, 1, 256)}
 # Lines of a step's output that say what a run does.
 TELLING = re.compile(
     r'no CUDA graph|does not work|overrides? |rows per micro-batch|passed|failed|^error|solved'
@@ -155,6 +152,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            cwd=ROOT,
         )
         try:
             status = process.wait(seconds)
@@ -165,7 +163,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     text = log.read_text(errors='replace')
-    for path, short in ((os.getcwd(), '.'), (sys.prefix, 'python'), (pathlib.Path.home(), '~')):
+    for path, short in ((ROOT, '.'), (sys.prefix, 'python'), (pathlib.Path.home(), '~')):
         text = text.replace(str(path), short)  # the report names no folders of this machine
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
     record = {
@@ -180,46 +178,48 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
     return record
 
 
-def trained(name: str, folder: pathlib.Path) -> list[dict]:
-    """Return the figures of a training run in a list, medians of its second half, which follows all
-    captures; an empty list if it did not get there."""
+def trained(name: str, folder: pathlib.Path) -> dict:
+    """Return the figures of a training run, medians of its second half, which follows all captures;
+    none if it did not get there."""
     rows = [row for row in run_folder.log_of(folder / name) if row.get('step', 0) > 50]
     if not rows:
-        return []
-    cell = TRAINED[name]
-    figures = {
-        'run': name,
-        'L': cell.L,
-        'E': cell.E,
-        'C': cell.C,
+        return {}
+    return {
+        **dict(zip(('model', 'L', 'E', 'C'), TRAINED[name], strict=True)),
         'updates': rows[-1]['step'],
         'ms': statistics.median(row['ms'] for row in rows),
         'tokens_per_s': statistics.median(row['tokens_per_s'] for row in rows),
         'memory_gb': max(row['memory_gb'] for row in rows),
     }
-    bench.vocab_size = 50304
-    return [{**figures, **bench.published(cell)}]
+
+
+def describe(run: dict, cells: list[dict]) -> str:
+    """Return a line about a training run, beside what the paper reports for it and what was modeled
+    before, which stand in the cells of bench.py."""
+    line = 'With its loader, updates 51 to {updates}: {tokens_per_s:,.0f} tokens/s, {ms:.0f} ms per'
+    line = (line + ' update, {memory_gb:.1f} GB.').format(**run)
+    for cell in cells:
+        if all(cell[name] == run[name] for name in ('model', 'L', 'E', 'C')):
+            paper, target = cell.get('paper', 'none'), cell.get('target', 'none')
+            return f'{line} Per GPU, the paper: {paper} tokens/s, modeled: {target}.'
+    return line
 
 
 def write_report(report: dict, path: pathlib.Path) -> None:
     """Write the report as JSON, and as Markdown beside it."""
     text = '# A first hour on {device_name}\n\n{date}, torch {torch}, triton {triton}, commit '
-    text = text.format(**report) + report['code']['commit'] + '\n\n'
-    text += bench.table(report['steps'], ['step', 'status', 'seconds', 'command'])
-    if report['training']:
-        text += (
-            '\n## Training, with its loader\n\nMedians of updates 51 to 100. The figures of the '
-        )
-        text += 'paper and the modeled targets are per GPU.\n\n'
-        text += bench.table(report['training'], list(report['training'][0]))
+    text = text.format(**report) + report['code']['commit'] + '\n'
     for step in report['steps']:
-        text += f'\n## {step["step"]}: {step["status"]}\n\n'
-        text += f'{step["advice"]}\n\n' if 'advice' in step else ''
+        name = step['step']
+        text += f'\n## {name}: {step["status"]}, {step["seconds"]:.0f} s\n\n`{step["command"]}`\n'
+        text += f'\n{step["advice"]}\n' if 'advice' in step else ''
         lines = step.get('last_lines', step['lines'])
-        text += '```\n' + '\n'.join(lines) + '\n```\n' if lines else ''
-        if step['step'] in report['cells']:
-            text += '\n' + bench.table(report['cells'][step['step']])
-    write_json(report, path)
+        text += '\n```\n' + '\n'.join(lines) + '\n```\n' if lines else ''
+        if run := report['training'].get(name):
+            text += f'\n{describe(run, report["cells"].get("training", []))}\n'
+        if table := report['tables'].get(name):
+            text += f'\n{table}'
+    write_json({name: x for name, x in report.items() if name != 'tables'}, path)
     write_text(text, path.with_suffix('.md'))
 
 
@@ -228,7 +228,7 @@ def main() -> int:
     configure(globals(), quiet=True)
     if not torch.cuda.is_available():
         raise UserError('this torch finds no CUDA device: bench.py measures a CPU')
-    path = pathlib.Path(out or f'out/gpu_{time.strftime("%Y%m%d_%H%M%S")}.json')
+    path = pathlib.Path(out or f'out/gpu_{time.strftime("%Y%m%d_%H%M%S")}.json').absolute()
     folder = path.with_suffix('')
     if path.exists() or folder.exists():
         raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
@@ -241,8 +241,10 @@ def main() -> int:
         'triton': triton_version(),
         'code': code_record(__file__),
         'steps': [],
-        'training': [],
-        'cells': {},  # by step, of bench.py
+        # by step
+        'training': {},
+        'cells': {},  # of bench.py
+        'tables': {},  # of bench.py, as Markdown
     }
     print(f'{report["device_name"]}: at most {minutes:g} minutes; logs in {folder}', flush=True)
     for step in STEPS:
@@ -258,10 +260,12 @@ def main() -> int:
         if 'advice' in record:
             print(f'    what to do: {step.advice}', flush=True)
         if step.name in TRAINED:
-            report['training'] += trained(step.name, folder)
+            report['training'][step.name] = trained(step.name, folder)
         cells = folder / f'{step.name}.json'
-        if cells.exists():  # bench.py writes it after each cell
+        if cells.exists():  # bench.py writes it after each cell, and its table beside it
             report['cells'][step.name] = read_json(cells)['results']
+            lines = cells.with_suffix('.md').read_text().splitlines(keepends=True)
+            report['tables'][step.name] = ''.join(x for x in lines if x.startswith('|'))
         write_report(report, path)
     print(f'{path} and {path.with_suffix(".md")} name nothing of this machine: commit both')
     return int(any(step['status'].startswith('failed') for step in report['steps']))

@@ -1,4 +1,4 @@
-"""Test bench_gpu.py without a GPU: steps that fail or take too long, and the report."""
+"""Test paper/first_hour.py without a GPU: steps that fail or take too long, and the report."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ import sys
 import torch
 from small_runs import assert_refused
 
-import bench_gpu
-from bench_gpu import Step
+from paper import first_hour
+from paper.first_hour import Step
 
 LOG = """import json, os, sys
 os.makedirs(sys.argv[1])
@@ -17,25 +17,26 @@ with open(sys.argv[1] + '/log.jsonl', 'w') as file:
         print(json.dumps(record), file=file)
 print('512 rows per micro-batch')"""
 CELLS = """import json, os, sys
-row = dict(suite='train', median=7.0, graphs='train')
+row = dict(model='recurrent', L=2, E=8, C=64, median=7.0, paper='52375', target='9')
 json.dump(dict(results=[row]), open(sys.argv[1], 'w'))
+open(sys.argv[1].replace('.json', '.md'), 'w').write('H100\\n| median |\\n')
 print(os.getcwd())
 sys.exit('no kernel')"""
 
 
 def run_main(monkeypatch, path, steps):
-    monkeypatch.setattr(sys, 'argv', ['bench_gpu.py', f'--out={path}'])
+    monkeypatch.setattr(sys, 'argv', ['first_hour.py', f'--out={path}'])
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(bench_gpu.ranks, 'device_name', lambda device: 'H100')
-    monkeypatch.setattr(bench_gpu, 'STEPS', steps)
-    return bench_gpu.main()
+    monkeypatch.setattr(first_hour.ranks, 'device_name', lambda device: 'H100')
+    monkeypatch.setattr(first_hour, 'STEPS', steps)
+    return first_hour.main()
 
 
 def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_path, capsys):
     """Figures of training are medians of its second half; cells are those measured so far. The
     report names no folder of the machine."""
     steps = [
-        Step('kernels', f'-c "{CELLS}" {{out}}/kernels.json', 60, 'try less'),
+        Step('training', f'-c "{CELLS}" {{out}}/training.json', 60, 'try less'),
         Step('slow', '-c "import time; time.sleep(60)"', 1, 'wait'),
         Step('recurrent', f'-c "{LOG}" {{out}}/recurrent', 60, 'try more'),
     ]
@@ -44,10 +45,11 @@ def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_p
     report, text = json.loads(path.read_text()), path.with_suffix('.md').read_text()
     assert [step['status'] for step in report['steps']] == ['failed (1)', 'out of time', 'ok']
     assert report['steps'][0]['last_lines'] == ['.', 'no kernel']
-    (run,) = report['training']
+    run = report['training']['recurrent']
     assert (run['ms'], run['tokens_per_s'], run['memory_gb']) == (75.5, 151, 3)
-    assert run['paper'] == '52375' and '| 52375 |' in text
-    assert report['cells']['kernels'][0]['median'] == 7.0 and 'try less' in text
+    assert '151 tokens/s, 76 ms per update, 3.0 GB. Per GPU, the paper: 52375 tokens/s' in text
+    assert report['cells']['training'][0]['median'] == 7.0
+    assert '| median |\n' in text and 'try less' in text
     assert 'what to do: try less' in capsys.readouterr().out
     assert str(tmp_path) not in text + path.read_text()
 
@@ -57,6 +59,6 @@ def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_p
     assert_refused('exists: choose another name', run_main, monkeypatch, tmp_path / 'gpu.json', [])
     monkeypatch.undo()
     if not torch.cuda.is_available():
-        monkeypatch.setattr(sys, 'argv', ['bench_gpu.py'])
-        assert_refused('finds no CUDA device', bench_gpu.main)
+        monkeypatch.setattr(sys, 'argv', ['first_hour.py'])
+        assert_refused('finds no CUDA device', first_hour.main)
     assert (tmp_path / 'gpu.json').read_text() == 'kept'
