@@ -33,6 +33,13 @@ ALLOCATION_FAILED = (
     'Storage size calculation over',
     'integer multiplication overflow',
 )
+# What tells generations of processors apart, by its name in /proc/cpuinfo (x86, then ARM).
+GENERATION = {
+    'family': 'cpu family',
+    'model': 'model',
+    'implementer': 'CPU implementer',
+    'part': 'CPU part',
+}
 
 
 # ---- ranks ----
@@ -303,14 +310,17 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU or of the processor."""
+    """Return the name of the GPU, or that of the processor with the numbers that tell generations
+    apart, as in 'CPU AMD EPYC, family 25 model 17': virtual machines hide the rest of the name."""
     if device.startswith('cuda'):
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, TypeError):  # no such file, or no name in it
-        cpus = pathlib.Path('/proc/cpuinfo').read_text()
-        name = re.search(r'model name\s*: (.*)', cpus)[1]
-    return f'CPU {name.strip()}'
+    first = ''
+    with contextlib.suppress(OSError):
+        first = pathlib.Path('/proc/cpuinfo').read_text().partition('\n\n')[0]
+    fields = {k.strip(): x.strip() for k, _, x in (s.partition(':') for s in first.splitlines())}
+    name = fields.get('model name') or platform.processor() or platform.machine()
+    numbers = ' '.join(f'{k} {fields[x]}' for k, x in GENERATION.items() if x in fields)
+    return f'CPU {name}' + (f', {numbers}' if numbers else '')
 
 
 def release_memory() -> None:

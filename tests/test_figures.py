@@ -31,6 +31,11 @@ def write_lm(folder, *losses, **settings):
     (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
 
 
+def start_of(commit='abc', name='CPU AMD EPYC, family 25 model 17'):
+    """Return what config.json tells about a start of a run."""
+    return {'device_name': name, 'code': {'commit': commit}}
+
+
 def frame_of(plan='plan', model='ConvLSTM', **columns):
     """Return a frame of recurrent runs."""
     cell = {'plan': plan, 'model': model, 'kind': 'recurrent', **SIZES}
@@ -415,12 +420,13 @@ def test_the_registered_study_decides_at_95_percent_of_paired_draws(leading, t, 
 def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, capsys):
     """Finished runs of the plan are kept, each once, until the others of their block are there."""
     table = tmp_path / 'depth.csv'
-    monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out'), 'some CPU'])
+    monkeypatch.setattr(sys, 'argv', ['depth', str(tmp_path / 'out')])
     write_lm(tmp_path / 'out/former-depth/1', 1.5, recurrent=True, n_layer=1, seed=11)
-    common = {'seed': 11, 'learning_rate': 0.1, 'code': {'commit': 'abc'}}
+    common = {'seed': 11, 'learning_rate': 0.1, **start_of()}
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(
-            tmp_path / f'out/depth/{recurrent}-{L}', 1.5, recurrent=recurrent, n_layer=L, **common
+            *(tmp_path / f'out/depth/{recurrent}-{L}', 5.5, 1.5),
+            **{'recurrent': recurrent, 'n_layer': L, **common},
         )
         depth.main(table, lambda: depth.report(table))
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
@@ -428,17 +434,60 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     depth.main(table, lambda: depth.report(table))
     assert '1 of 4 blocks' in capsys.readouterr().out
     assert len(pandas.read_csv(table)) == 8
+    evaluations = pandas.read_csv(tmp_path / 'depth_evaluations.csv')
+    assert evaluations['val_loss'].to_list() == 8 * [5.5, 1.5]
+    assert evaluations[['seed', 'step']].value_counts().to_dict() == {(11, 0): 8, (11, 1): 8}
     # Another block of a seed does not replace the first.
-    depth.add(table, str(tmp_path / 'out'), 'another CPU')
+    for path in tmp_path.glob('out/depth/*/config.json'):
+        path.write_text(path.read_text().replace('family 25 model 17', 'family 26 model 2'))
+    depth.add(table, str(tmp_path / 'out'))
     assert len(pandas.read_csv(table)) == 16
-    assert [*depth.whole_blocks(table, depth.ALLOCATIONS).index] == [(11, 'some CPU')]
+    blocks = depth.whole_blocks(table, depth.ALLOCATIONS)
+    assert [*blocks.index] == [(11, 'AMD EPYC, family 25 model 17')]
+
+
+@pytest.mark.parametrize(
+    'starts, arguments, expected',
+    [
+        ([start_of()], [], ('AMD EPYC, family 25 model 17', 'abc')),
+        ([start_of(), start_of('def')], [], ('AMD EPYC, family 25 model 17', 'abc+def')),
+        ([start_of()], ['Zen 4'], ('AMD EPYC, family 25 model 17', 'abc')),
+        ([start_of(name='CPU AMD EPYC')], ['Zen 4'], ('Zen 4', 'abc')),
+        ([start_of(name='CPU AMD EPYC')], [], '/1/config.json: tells no generation'),
+        ([start_of(), start_of(name='CPU X, family 1')], [], '/1: ran on AMD .* 17 and on X'),
+        ([start_of('abc-dirty')], [], r'/1: its code is in no commit \(abc-dirty\): commit the'),
+        ([start_of(), start_of('abc-dirty')], [], r'in no commit \(abc\+abc-dirty\)'),
+        ([start_of('unknown')], [], r'in no commit \(unknown\)'),
+        ([{}], ['Zen 4'], r'in no commit \(unknown\)'),
+    ],
+)
+def test_a_study_records_what_config_json_tells(tmp_path, starts, arguments, expected):
+    """A run may have several starts. A processor is typed only where none is recorded."""
+    write_lm(tmp_path / 'out/depth/1', 1.5, seed=11, learning_rate=0.1, starts=starts, **starts[0])
+    path, folder = tmp_path / 'depth.csv', str(tmp_path / 'out')
+    if isinstance(expected, str):
+        assert_refused(expected, depth.add, path, folder, *arguments)
+        assert not path.exists()
+        return
+    depth.add(path, folder, *arguments)
+    (row,) = pandas.read_csv(path).to_dict('records')
+    assert (row['processor'], row['commit']) == expected
+
+
+def test_a_block_of_several_commits_is_marked(capsys):
+    depth.report()
+    found = [line for line in capsys.readouterr().out.splitlines() if 'commits' in line]
+    assert found == [
+        'seed 12 has runs of 2 commits: 75c3ea33b9b3, 82c22e328fb1',
+        'seed 14 has runs of 2 commits: 82c22e328fb1, 3f521ba8f7a2',
+    ]
 
 
 def test_the_registered_studies_of_agents_judge_returns(tmp_path, monkeypatch, capsys):
     """The best L is 1 with recurrence and 4 without; the former initial scale costs a return of 1.
     A seed that was not registered does not count."""
     rows = [
-        {'seed': seed, 'recurrent': recurrent, 'n_layer': L, 'processor': 'some CPU'}
+        {'seed': seed, 'recurrent': recurrent, 'n_layer': L, 'processor': 'A', 'commit': 'b'}
         | {'return': seed + (-L if recurrent else L)}
         for seed in (10, *depth.SEEDS)
         for recurrent, L in depth_agents.ALLOCATIONS

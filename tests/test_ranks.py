@@ -1,6 +1,7 @@
 """Test ranks.py: standard output that fails, gradients in one buffer, errors as one line."""
 
 import os
+import platform
 import signal
 import sys
 import zlib
@@ -169,6 +170,26 @@ def test_devices_and_dtypes_that_are_not_there_are_refused():
     for name in ('gpu', 'cuda:99'):
         assert_refused('^device = ', ranks.pick_device, name)
     assert_refused("^dtype = 'float16': expected", ranks.pick_dtype, 'float16', 'cpu')
+
+
+@pytest.mark.parametrize(
+    'cpuinfo, name',
+    [
+        (
+            'vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n'
+            'vendor_id\t: AuthenticAMD\ncpu family\t: 26\n',
+            'CPU AMD EPYC, family 25 model 17',
+        ),
+        (
+            'processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n',
+            f'CPU {platform.processor() or platform.machine()}, implementer 0x41 part 0xd4f',
+        ),
+        ('', f'CPU {platform.processor() or platform.machine()}'),
+    ],
+)
+def test_the_name_of_a_processor_tells_its_generation(monkeypatch, cpuinfo, name):
+    monkeypatch.setattr(ranks.pathlib.Path, 'read_text', lambda path: cpuinfo)
+    assert ranks.device_name('cpu') == name
 
 
 def test_a_dtype_that_is_slow_here_is_named(monkeypatch, capsys):

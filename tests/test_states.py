@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import re
+import shutil
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -444,11 +445,16 @@ def test_finished_runs_are_scored_and_added_once(trained_states, tmp_path, monke
     write_rates(rates)
     monkeypatch.setattr(study, 'tuned', lambda: states_rates.tuned(rates))
     assert_refused('no run has finished yet', study.report, path)
+    folder = tmp_path / 'states'
+    shutil.copytree(trained_states / 'states', folder)
+    for config in folder.glob('*/config.json'):  # as if the code of this test were committed
+        text = re.sub('"commit": ".*"', '"commit": "abc"', config.read_text())
+        config.write_text(text)
     for _ in range(2):
-        study.add(path, str(trained_states / 'states'), 'some CPU')
+        study.add(path, str(folder))
     table = pandas.read_csv(path)
     assert sorted(table['name']) == ['lstm', 'n2', 'r2', 'r2'] and set(table['step']) == {2}
-    assert table['commit'].notna().all() and set(table['processor']) == {'some CPU'}
+    assert table['commit'].notna().all() and len(set(table['processor'])) == 1
     lengths = [f'at_{n}' for n in range(1, 5)]
     assert np.allclose(table['mean'], table[lengths].mean(axis=1)) and 'at_8' in table
     study.report(path)
@@ -462,7 +468,7 @@ def test_whole_blocks_of_the_study_are_judged_by_budget(tmp_path, monkeypatch, c
     for seed in study.SEEDS:
         for name in states_rates.MODELS:
             row = {'name': name, 'rate': 0.02, 'seed': seed, 'processor': 'some CPU'}
-            row |= {'tracked': 8, 'seconds': 100}
+            row |= {'tracked': 8, 'seconds': 100, 'commit': 'b' if seed == 13 else f'{name}b'}
             for task, step in (('S5', 800), ('S5', 1600), ('S5', 1200), ('Z5', 800)):
                 mean = {'r1': 0.9, 'n8': 0.95 if step == 1200 else 0.5}.get(name, 0.5)
                 row |= {'task': task, 'step': step, 'mean': mean + seed / 10_000}
@@ -470,6 +476,7 @@ def test_whole_blocks_of_the_study_are_judged_by_budget(tmp_path, monkeypatch, c
                     states_rates.append(pandas.DataFrame([row]), path)
     study.report(path)
     printed = capsys.readouterr().out
+    assert printed.count('seed 11 has runs of 9 commits: ') == 3 and 'seed 13 has' not in printed
     after_bytes, after_seconds = printed.split('S5, twice the bytes')
     assert '(a) r1 above n1, n2, n4, n8: confirmed' in after_bytes
     assert '(c) n8 more than 0.05 above n1: refuted' in after_bytes

@@ -11,12 +11,15 @@ with t-distributed errors, refuted if the best depth is larger in at least 95%, 
 
     python data_fineweb.py --demo=True --tokenizer=bytes
     python -m paper.sweep depth --run --workers=2 --only="seed == 11" -- --threads=1
-    python -m paper.studies.depth out/depth 'AMD EPYC, Zen 4'
+    python -m paper.studies.depth out/depth
 
 The second line runs a block: 70 minutes on two cores of a Zen 4. The third adds the finished runs
-of a folder, with the name of the processor, to paper/results/depth.csv and prints whole blocks.
+of a folder to paper/results/depth.csv, their evaluations to depth_evaluations.csv, and prints whole
+blocks. Processor and commit are those in config.json. Runs before 2026-11-28 did not record the
+generation of the processor: give its name behind the folder.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +32,7 @@ from pandas import DataFrame
 from paper.figures import PUBLISHED, best_depths, runs, score, value_of
 from paper.plans import Plan, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
+from support.run_folder import log_of, settings_of
 
 ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
 SEEDS = [11, 12, 13, 14]
@@ -64,18 +68,74 @@ def verdict(blocks: DataFrame) -> str:
     return f'{word}: {sentence}'
 
 
-def add(path: Path, folder: str, processor: str) -> None:
-    """Add the finished runs in a folder to a table, except those that it already has. Only runs of
-    the plan that the table is named after count: their parent folder has its name."""
+def origin(folder: str, processor: str = '') -> dict[str, str]:
+    """Return the processor and the commits of a run, as its config.json tells. processor: its name
+    where config.json does not tell the generation. Raises UserError if there is no name, or if the
+    run has changed the processor."""
+    settings = settings_of(folder)
+    starts = settings.get('starts') or [settings]
+    names = {start.get('device_name', '').removeprefix('CPU ') for start in starts}
+    if len(names) > 1:
+        raise UserError(f'{folder}: ran on {" and on ".join(sorted(names))}: run it again, on one')
+    (name,) = names
+    if settings.get('device', 'cpu') == 'cpu' and not re.search(', (family|implementer) ', name):
+        name = processor
+    if not name:
+        advice = "name it behind the folder, as in 'AMD EPYC, Zen 4'"
+        raise UserError(f'{folder}/config.json: tells no generation of the processor: {advice}')
+    commits = dict.fromkeys(start.get('code', {}).get('commit', 'unknown') for start in starts)
+    return {'processor': name, 'commit': '+'.join(commits)}
+
+
+def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
+    """Return the finished runs in a folder with their `origin`. Only runs of the plan that a table
+    is named after count: their parent folder has its name. Raises UserError if there is none."""
     plan = path.stem.replace('_', '-')
-    table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
+    table = runs([folder]).query('finished and plan == @plan')
     if table.empty:
         raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
+    return table.assign(**DataFrame([origin(x, processor) for x in table['folder']], table.index))
+
+
+def unlisted(table: DataFrame, path: Path, key: list[str]) -> DataFrame:
+    """Return the runs that a table in a file does not have yet. Raises UserError if the code of one
+    of them is not that of its commit."""
+    if path.exists():
+        table = table[~table.set_index(key).index.isin(pandas.read_csv(path).set_index(key).index)]
+    for run in table[table['commit'].str.contains('-dirty|unknown')].itertuples():
+        advice = 'commit the code, move the folder away and run it again'
+        raise UserError(f'{run.folder}: its code is in no commit ({run.commit}): {advice}')
+    return table
+
+
+def append(table: DataFrame, path: Path) -> None:
+    """Add rows to a table in a file."""
+    table.to_csv(path, mode='a', header=not path.exists(), index=False)
+
+
+def add(path: Path, folder: str, processor: str = '') -> None:
+    """Add the finished runs in a folder to a table, except those that it already has, and all their
+    evaluations to a second one."""
+    table = unlisted(finished_runs(path, folder, processor), path, RUN)
+    if table.empty:
+        return
     columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
-    if not (is_new := not path.exists()):
-        old = pandas.read_csv(path).set_index(RUN).index
-        table = table[~table.set_index(RUN).index.isin(old)]
-    table.round({'seconds': 1}).to_csv(path, mode='a', columns=columns, header=is_new, index=False)
+    append(table[columns].round({'seconds': 1}), path)
+    for run in table.to_dict('records'):
+        log = DataFrame(log_of(run['folder'])).filter(
+            regex='^(step|val_loss|eval_.*(return|rate))$'
+        )
+        log = log.dropna(subset=log.columns.drop('step'))
+        about = DataFrame([{name: run[name] for name in RUN}])
+        append(about.merge(log, how='cross'), path.with_stem(f'{path.stem}_evaluations'))
+
+
+def print_commits(table: DataFrame, blocks: DataFrame) -> None:
+    """Print a line for each block whose runs have more than one commit. table: rows of runs."""
+    commits = table.set_index(['seed', 'processor'])['commit'].str.split('+').explode()
+    for block in blocks.index:
+        if len(found := commits.loc[[block]].unique()) > 1:
+            print(f'seed {block[0]} has runs of {len(found)} commits: {", ".join(found)}')
 
 
 def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
@@ -99,15 +159,22 @@ def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS
     blocks = whole_blocks(path, allocations)
     print(f'\n{path.stem}: what is judged (lower is better) by (recurrent, L)')
     print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
+    print_commits(pandas.read_csv(path), blocks)
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
+
+
+def arguments() -> list[str]:
+    """Return the arguments of the command line: none, or a folder of runs, or both that and the
+    name of the processor of runs that did not record it."""
+    if len(sys.argv) > 3:
+        raise UserError(f'{sys.argv[3]!r}: expected a folder of runs, or no argument')
+    return sys.argv[1:]
 
 
 def main(path: Path, show: Callable[[], None]) -> None:
     """Add the runs of the folder in the command line, if there is one, to a table; then show it."""
-    if len(sys.argv) not in (1, 3):
-        raise UserError('expected no argument, or a folder of runs and the name of the processor')
-    if sys.argv[1:]:
-        add(path, *sys.argv[1:])
+    if arguments():
+        add(path, *arguments())
     show()
 
 

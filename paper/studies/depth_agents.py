@@ -12,10 +12,10 @@ Rule: recurrence lowers (raises) the return if the difference, averaged over L a
 is negative (positive) at 5% in a two-sided t test; else it is undecided.
 
     python -m paper.sweep depth-agents --run --workers=2 --only="seed == 11" -- --threads=1
-    python -m paper.studies.depth_agents out/depth-agents 'AMD EPYC, Zen 4'
+    python -m paper.studies.depth_agents out/depth-agents
 
 The first line runs a block: 50 minutes on two cores of a Zen 4. The second adds its finished runs
-to paper/results/depth_agents.csv.
+to paper/results/depth_agents.csv, their evaluations to depth_agents_evaluations.csv.
 """
 
 from support.script import run_script

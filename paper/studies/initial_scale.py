@@ -6,7 +6,7 @@ random draws. It matters if the return, averaged over L and paired by seed, diff
 two-sided t test.
 
     python -m paper.sweep initial-scale --run --workers=2 --only="seed == 11" -- --threads=1
-    python -m paper.studies.initial_scale out/initial-scale 'AMD EPYC, Zen 4'
+    python -m paper.studies.initial_scale out/initial-scale
 
 The first line, with that edit, runs three agents in 25 minutes on two cores of a Zen 4. The second
 adds them to paper/results/initial_scale.csv and compares them with those of depth_agents.csv.
@@ -14,9 +14,11 @@ adds them to paper/results/initial_scale.csv and compares them with those of dep
 
 from support.script import run_script
 
+import pandas
+
 from paper.plans import Plan, grid
 from paper.studies import depth, depth_agents
-from paper.studies.depth import whole_blocks
+from paper.studies.depth import print_commits, whole_blocks
 from paper.studies.depth_agents import AGENTS, print_change
 
 TABLE = depth.TABLE.with_stem('initial_scale')
@@ -34,6 +36,7 @@ def report() -> None:
     today = -whole_blocks(depth_agents.TABLE, depth_agents.ALLOCATIONS)
     print('\ninitial_scale: return with the former scale by L')
     print(former[True].agg(['mean', 'sem']).round(4).to_string())
+    print_commits(pandas.read_csv(TABLE), former)
     print('\ninitial_scale: return with the former scale minus return with that of today')
     print((former[True] - today[True]).agg(['mean', 'sem']).round(4).to_string())
     print_change(former[True], today[True])

@@ -29,11 +29,12 @@ those of 32 moves 84%; in the test, where W = 64 bytes slide, all up to 54 moves
     python data_states.py
     python data_states.py --moves=Z5
     python -m paper.sweep states --run --workers=2 --only="seed == 11 and max_iters == 800"
-    python -m paper.studies.states out/states 'AMD EPYC, Zen 4'
+    python -m paper.studies.states out/states
 
 The third line runs a block and that of Z5, 40 minutes on two cores. The fourth adds the finished
-runs of a folder, with the name of the processor, to paper/results/states.csv, and prints whole
-blocks. The plan has no runs before states_rates.csv has the rates of all models.
+runs of a folder to paper/results/states.csv, and prints whole blocks; behind the folder, it takes
+the name of the processor of runs that did not record it (depth.py). The plan has no runs before
+states_rates.csv has the rates of all models.
 """
 
 from pathlib import Path
@@ -47,8 +48,8 @@ from paper.figures import draw_means
 from paper.plans import Plan, Run
 from paper.states import score, tracked
 from paper.studies import states_rates
-from paper.studies.depth import SEEDS
-from paper.studies.states_rates import KEY, MODELS, UPDATES, append, arguments, tuned, unlisted
+from paper.studies.depth import SEEDS, append, arguments, print_commits
+from paper.studies.states_rates import KEY, MODELS, UPDATES, new_runs, tuned
 
 TABLE = states_rates.TABLE.with_stem('states')
 DATA = {'S5': 'data/states_S5', 'Z5': 'data/states_Z5'}
@@ -69,15 +70,15 @@ def runs() -> list[Run]:
 PLAN = Plan(
     'Study: state tracking, registered',
     runs,
-    'python -m paper.studies.states {folders} PROCESSOR'
+    'python -m paper.studies.states {folders}'
     if len(tuned())
     else 'first, python -m paper.sweep states-rates --run',
 )
 
 
-def add(path: Path, folder: str, processor: str) -> None:
+def add(path: Path, folder: str, processor: str = '') -> None:
     """Score the finished runs in a folder that a table does not have yet, and add them to it."""
-    for run in unlisted(path, folder, processor).to_dict('records'):
+    for run in new_runs(path, folder, processor).to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
         scores = score(run, 1000, 'last').set_index('length')
         accuracies, is_beyond = scores['accuracy'], scores['beyond']
@@ -87,13 +88,18 @@ def add(path: Path, folder: str, processor: str) -> None:
         append(DataFrame([row]), path)
 
 
+def rows_of(table: DataFrame, updates: Series, task: str = 'S5') -> DataFrame:
+    """Return the rows of the registered seeds after `updates` of each model."""
+    is_run = (table['task'] == task) & (table['step'] == table['name'].map(updates))
+    return table[is_run & table['seed'].isin(SEEDS)]
+
+
 def whole_blocks(
     table: DataFrame, updates: Series, task: str = 'S5', value: str = 'mean'
 ) -> DataFrame:
     """Return what is judged after `updates` of each model: a row for each (seed, processor) that
     has all models, of each seed the first in the table, and a column for each model."""
-    is_run = (table['task'] == task) & (table['step'] == table['name'].map(updates))
-    table = table[is_run & table['seed'].isin(SEEDS)]
+    table = rows_of(table, updates, task)
     blocks = table.pivot(index=['seed', 'processor'], columns='name', values=value)
     in_order = table.set_index(['seed', 'processor']).index.unique()
     return blocks.reindex(in_order, columns=[*MODELS]).dropna().groupby('seed').head(1)
@@ -139,6 +145,7 @@ def report(path: Path = TABLE) -> None:
         print(f'\nS5, {budget}: mean accuracy over 1 to 32 moves')
         blocks = whole_blocks(table, updates)
         print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(3).to_string())
+        print_commits(rows_of(table, updates), blocks)
         if len(blocks) < len(SEEDS):
             print(f'{len(blocks)} of {len(SEEDS)} blocks')
         elif budget != 'twice the bytes':

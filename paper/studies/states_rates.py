@@ -8,16 +8,15 @@ the highest that was tried, the next one is tried, too, by a factor of two.
 
     python data_states.py
     python -m paper.sweep states-rates --run --workers=2
-    python -m paper.studies.states_rates out/states-rates 'AMD EPYC, Zen 4'
+    python -m paper.studies.states_rates out/states-rates
 
 The second line takes an hour on two cores. The study takes its equal seconds from the fastest 20
 updates of each model, which other programs on the machine disturb least. The third adds the
-finished runs of a folder, with the name of the processor, to paper/results/states_rates.csv, and
-prints the best rates. One more:
+finished runs of a folder to paper/results/states_rates.csv, and prints the best rates; behind the
+folder, it takes the name of the processor of runs that did not record it (depth.py). One more:
 `--vary=learning_rate=0.16 --only="recurrent and n_layer == 1 and arch != 'lstm'"`.
 """
 
-import sys
 from pathlib import Path
 
 from support.script import UserError, run_script
@@ -25,8 +24,9 @@ from support.script import UserError, run_script
 import pandas
 from pandas import DataFrame
 
-from paper.figures import PUBLISHED, runs
+from paper.figures import PUBLISHED
 from paper.plans import Plan, equal_work, grid
+from paper.studies.depth import append, arguments, finished_runs, unlisted
 from support.run_folder import log_of
 
 TABLE = PUBLISHED.parent / 'states_rates.csv'
@@ -58,38 +58,19 @@ def runs_of(name: str, rates: list[float], updates: int, **axes: list) -> list:
 PLAN = Plan(
     'Study: learning rates on state tracking',
     [run for name in MODELS for run in runs_of(name, RATES[name[0]], UPDATES, seed=[1])],
-    'python -m paper.studies.states_rates {folders} PROCESSOR',
+    'python -m paper.studies.states_rates {folders}',
 )
 
 
-def arguments() -> list[str]:
-    """Return the arguments of the command line: none, or a folder of runs and the name of the
-    processor."""
-    if len(sys.argv) not in (1, 3):
-        raise UserError('expected no argument, or a folder of runs and the name of the processor')
-    return sys.argv[1:]
-
-
-def unlisted(path: Path, folder: str, processor: str) -> DataFrame:
+def new_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     """Return the finished runs in a folder that a table does not have yet, with the names of their
-    models, their rates and the name of the processor. Only runs of the plan that the table is named
-    after count. Raises UserError if none of these has finished."""
-    plan = path.stem.replace('_', '-')
-    table = runs([folder]).query('finished and plan == @plan').assign(processor=processor)
-    if table.empty:
-        raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
+    models and their rates. Raises UserError if none has finished."""
+    table = finished_runs(path, folder, processor)
     is_lstm = table['arch'] == 'lstm'
     name = table['kind'].str[0] + table['n_layer'].astype(str)
     table['name'] = name.where(~is_lstm, 'lstm')
     table['rate'] = table['learning_rate'].where(~is_lstm, table['baseline_lr'])
-    if not path.exists():
-        return table
-    return table[~table.set_index(KEY).index.isin(pandas.read_csv(path).set_index(KEY).index)]
-
-
-def append(table: DataFrame, path: Path) -> None:
-    """Add rows to a table of runs."""
-    table.to_csv(path, mode='a', header=not path.exists(), index=False)
+    return unlisted(table, path, KEY)
 
 
 def tuned(path: Path = TABLE) -> DataFrame:
@@ -118,7 +99,7 @@ def report(path: Path = TABLE) -> None:
 
 
 def main() -> None:
-    for run in unlisted(TABLE, *arguments()).to_dict('records') if arguments() else ():
+    for run in new_runs(TABLE, *arguments()).to_dict('records') if arguments() else ():
         ms = min(
             line['ms'] for line in log_of(run['folder']) if 'ms' in line
         )  # means of 20 updates
