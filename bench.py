@@ -1,16 +1,18 @@
 """Measure the speed of language models and agents on this machine, beside the paper's figures.
 
     python bench.py                                    # both tables of the paper, a part of each
-    python bench.py --suite=train --contexts=32,64,128,256,1024,2048      # all of the second
-    torchrun --standalone --nproc_per_node=4 bench.py --suite=train       # on four GPUs
+    python bench.py --suite=decode                                        # all of its latencies
+    torchrun --standalone --nproc_per_node=4 bench.py --suite=train \\
+        --contexts=32,64,128,256,1024,2048 --tokens_per_update=131072,262144     # all throughputs
     python bench.py --modes=plain,eager,compiled                          # modes side by side
     python bench.py --modes=compiled,no_attention,no_experts,no_loss      # what each kernel gains
     python bench.py --suite=sokoban                                       # agents
 
-decode     one token for each of `streams` streams, with caches of W = C entries that are full
-train      an update of train_lm.py for T = W = C: forward, backward, the reduction over the ranks
-           and both optimizers, on random tokens. Each GPU has as many streams as each of the
-           paper's four, B = tokens_per_update / 4 / C, so that four GPUs do the paper's update
+decode     one token for each of B streams after C others, with full caches of W = C entries
+train      an update of train_lm.py for T = W = C: the loader, which reads random tokens, forward,
+           backward, the reduction over the ranks and both optimizers. Each GPU has as many streams
+           as each of the paper's four, B = tokens_per_update / 4 / C, so that four GPUs do the
+           paper's update
 sokoban    an update of train_sokoban.py on generated levels, with its rollout
 
 The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
@@ -24,7 +26,10 @@ a cell take turns, so that changes in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.
-Targets are modeled, not measured. That all modes compute the same is tested in tests/.
+The paper's tables are of four H100s (paper/results/paper). Of its tokens/s a quarter is shown. Its
+ms per token, of 16 streams on four GPUs, stand beside 4 streams on one, and beside all 16 on one.
+Targets are modeled for one H100, not measured (paper/results/modeled). That all modes compute the
+same is tested in tests/.
 """
 
 import csv
@@ -35,6 +40,7 @@ import pathlib
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -42,6 +48,7 @@ from typing import NamedTuple
 from configurator import configure
 from support.script import UserError, first_line, print0, run_script
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,6 +64,7 @@ from support import ranks, run_folder
 from support.code import code_record
 from support.compiling import candidates, captures, fused, graphed
 from support.files import write_json, write_text
+from support.loader import Loader, write_shard
 from support.ranks import Gradients
 from support.stream import Stream
 
@@ -68,11 +76,13 @@ modes = ''         # of the modes above; '' = compiled on a GPU, plain,eager on 
                    # (agents: eager, which is the same as plain)
 shapes = ()        # (L, E) of language models, as in 2,8 or (2,8),(4,4); () = the paper's; on a CPU
                    # (2,8)
-contexts = ()      # C, as in 64,256 or 64,; () = 128,2048 (decode) or 64,256 (train); on a CPU 128
+contexts = ()      # C, as in 64,256; () = 128,2048 (decode) or 64,256 (train); on a CPU 128
 agents = ()        # sokoban: (L, E, D), as in 1,1,128; () = (1,1,128),(4,1,64)
 # sizes
-tokens_per_update = 0  # train: of four GPUs; 0 = 131072, as the paper (and 262144); on a CPU 4096
-streams = 16       # decode: B
+tokens_per_update = ()  # train: of four GPUs, as in 131072,262144 (the paper's); () = 131072; on a
+                   # CPU 4096
+streams = ()       # decode: B per GPU; () = 4,16; on a CPU 16
+window = 0         # language models: W; 0 = C, which the paper's memory suggests
 n_embd = 0         # language models: D; 0 = 768, as the paper; on a CPU 256
 vocab_size = 0     # language models: V; 0 = 50,304, as the paper; on a CPU 256
 arch = 'convlstm'  # sokoban: 'convlstm' or 'convglu'
@@ -92,7 +102,8 @@ out = ''           # JSON file; the table goes beside it as .md; '' = out/bench_
 RANGES = {
     'suite': ['', 'decode', 'train', 'sokoban'],
     'threads': (0, 1024),
-    **dict.fromkeys(('streams', 'n_envs', 'unroll', 'rounds', 'contexts'), (1, math.inf)),
+    **dict.fromkeys(('contexts', 'tokens_per_update', 'streams'), (1, math.inf)),
+    **dict.fromkeys(('n_envs', 'unroll', 'rounds'), (1, math.inf)),
 }
 MODES = (
     *('plain', 'eager', 'compiled', 'no_attention', 'no_experts', 'no_loss', 'no_overrides'),
@@ -103,7 +114,14 @@ SHAPES = {'train': ((1, 16), (2, 8), (4, 4), (8, 2))}
 SHAPES['decode'] = (*SHAPES['train'], (16, 1))
 CONTEXTS = {'train': (64, 256), 'decode': (128, 2048)}
 PAPER_GPUS = 4
-PAPER = pathlib.Path(__file__).parent / 'paper' / 'results' / 'paper' / 'speed.csv'
+PAPER_STREAMS = 16  # of decoding, on all of its GPUs
+STREAMS = (PAPER_STREAMS // PAPER_GPUS, PAPER_STREAMS)  # of one GPU, to compare with these
+RESULTS = pathlib.Path(__file__).parent / 'paper' / 'results'
+PAPER = {  # its tables as it prints them
+    'train': RESULTS / 'paper' / 'training_ktokens_per_s_4xH100.csv',
+    'decode': RESULTS / 'paper' / 'latency_ms_per_token_4xH100.csv',
+}
+TARGETS = RESULTS / 'modeled' / 'targets.csv'
 UNITS = {'train': 'tokens/s', 'decode': 'ms/token', 'sokoban': 'env steps/s'}
 
 
@@ -132,8 +150,8 @@ class Cell(NamedTuple):
         sizes = {'n_layer': self.L, 'n_expert': self.E, 'n_embd': self.D}
         if self.suite == 'sokoban':
             return AgentConfig(arch=self.model, **sizes)
-        sizes['mode'] = 'plain' if mode == 'plain' else 'fast'
-        return ModelConfig(vocab_size=vocab_size, window=self.C, block_size=self.C, **sizes)
+        sizes |= {'mode': 'plain' if mode == 'plain' else 'fast', 'window': window or self.C}
+        return ModelConfig(vocab_size=vocab_size, block_size=self.C, **sizes)
 
 
 def find_cells(suite: str) -> list[Cell]:
@@ -143,11 +161,12 @@ def find_cells(suite: str) -> list[Cell]:
     else:
         cells = []
         sizes = read_sizes('shapes', 2) or SHAPES[suite]
-        for C, (L, E) in itertools.product(contexts or CONTEXTS[suite], sizes):
-            B = streams if suite == 'decode' else tokens_per_update // (PAPER_GPUS * C)
-            if suite == 'train' and B * PAPER_GPUS * C != tokens_per_update:
+        batches = streams if suite == 'decode' else tokens_per_update
+        for n, C, (L, E) in itertools.product(batches, contexts or CONTEXTS[suite], sizes):
+            B = n if suite == 'decode' else n // (PAPER_GPUS * C)
+            if suite == 'train' and B * PAPER_GPUS * C != n:
                 multiple = f'a multiple of {PAPER_GPUS} x C = {PAPER_GPUS * C}'
-                raise UserError(f'tokens_per_update = {tokens_per_update}: must be {multiple}')
+                raise UserError(f'tokens_per_update = {n}: must be {multiple}')
             cells += [
                 Cell(suite, 'recurrent', L, E, n_embd, C, B),
                 Cell(suite, 'transformer', L * E, 1, n_embd, C, B),
@@ -202,9 +221,12 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         stream.set_rows(most)
         stream.choose_rows(chunk)
     update = train_lm.make_update(model, muon, adamw, norm, graphs)
-    x, y = torch.randint(vocab_size, (2, B, T), generator=torch.Generator().manual_seed(0))
+    loader = random_text(B * machine.world, T, model.recurrent, (machine.rank, machine.world))
 
     def run() -> None:
+        x, y, must_reset = loader.next()
+        if must_reset:
+            stream.reset()
         grads.zero()
         stream.run('train', chunk, x, y)
         grads.sum_over_ranks()
@@ -213,6 +235,15 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
         update(0.0)
 
     return run, model.overrides
+
+
+def random_text(B: int, T: int, carries: bool, share: tuple[int, int]) -> Loader:
+    """Return a loader of a shard of random tokens, 16 batches."""
+    tokens = np.random.default_rng(0).integers(vocab_size, size=B * (16 * T + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = f'{folder}/train.bin'
+        write_shard(path, tokens)
+        return Loader([path], B, T, vocab_size, carries, seed=0, share=share)  # maps the file
 
 
 @torch.no_grad()
@@ -351,9 +382,11 @@ def attempt(row: dict, call: Callable, *args: object) -> object:
 
 def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
     """Return the results of a cell, one row per mode. The modes take turns."""
+    about = cell._asdict()
+    if cell.suite != 'sokoban':
+        about['W'] = window or cell.C
     rows = [
-        {**cell._asdict(), 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)}
-        for mode in modes
+        {**about, 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)} for mode in modes
     ]
     runs = [attempt(row, set_up, cell, row['mode'], machine, row) for row in rows]
     for _, (row, run) in itertools.product(range(rounds), list(zip(rows, runs, strict=True))):
@@ -393,26 +426,45 @@ def add_figures(row: dict, cell: Cell, world: int) -> None:
     if not is_decode and world > 1:
         row['all_gpus'] = row['median'] * world
     if row.get('paper', 'OOM') != 'OOM':
-        ratio = row['median'] / float(row['paper'])
+        ratio = row['median'] / row['paper']
         row['over_paper'] = 1 / ratio if is_decode else ratio
 
 
-def published(cell: Cell) -> dict[str, str]:
-    """Return the paper's figure for a cell (tokens/s of one of its four GPUs, ms per token of all
-    four) and our modeled target for one H100, where there are any."""
-    if cell.suite != 'sokoban' and (cell.D, vocab_size) != (768, 50304):
-        return {}
-    context = cell.D if cell.suite == 'sokoban' else cell.C
-    n = PAPER_GPUS * cell.B * cell.C if cell.suite == 'train' else cell.B
-    key = [cell.suite, cell.model, *map(str, (cell.L, cell.E, context, n))]
-    with open(PAPER, encoding='utf-8', newline='') as file:
-        return {source: figure for source, *cells, figure in csv.reader(file) if cells == key}
+def published(cell: Cell) -> dict[str, float | str]:
+    """Return the paper's figure for a cell, per GPU as the header says, and our modeled target for
+    one H100, where there are any."""
+    found = {}
+    is_papers = (cell.D, vocab_size, window or cell.C) == (768, 50304, cell.C)
+    if cell.suite in PAPER and is_papers:
+        key = {'model': cell.model, 'L': str(cell.L), 'E': str(cell.E)}
+        if cell.suite == 'train':
+            key['tokens_per_update'] = str(PAPER_GPUS * cell.B * cell.C)
+            column, scale = f'C{cell.C}', 1000 / PAPER_GPUS
+        else:
+            n = PAPER_STREAMS if cell.B in STREAMS else cell.B
+            column, scale = f'C{cell.C}_B{n}', 1
+        for row in read_csv(PAPER[cell.suite]):
+            if key.items() <= row.items() and column in row:
+                text = row[column]
+                found['paper'] = text if text == 'OOM' else scale * float(text)
+    if cell.suite == 'sokoban' or is_papers:
+        key = {name: str(x) for name, x in cell._asdict().items()}
+        for row in read_csv(TARGETS):
+            if key.items() <= row.items():
+                found['target'] = float(row['target'])
+    return found
+
+
+def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a table."""
+    with open(path, encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
 
 
 # ---- the report ----
 
 COLUMNS = (
-    *(*Cell._fields, 'mode', 'median', 'min', 'max', 'unit', 'all_gpus', 'speed_up', 'paper'),
+    *(*Cell._fields, 'W', 'mode', 'median', 'min', 'max', 'unit', 'all_gpus', 'speed_up', 'paper'),
     *('over_paper', 'target', 'memory_gb', 'graphs', 'overrides'),
 )
 
@@ -439,6 +491,9 @@ def write_report(report: dict, path: pathlib.Path) -> str:
         '{device_name} x {world}, {threads} threads, {dtype}, torch {torch}, commit {code[commit]}'
     )
     text = f'{about.format(**report)}\n`{report["command"]}`\n\n{table(report["results"])}'
+    if any('paper' in row for row in report['results']):
+        text += f'\nPaper: {PAPER_GPUS} H100s; tokens/s of one of them, or ms/token of '
+        text += f'{PAPER_STREAMS} streams on all.\n'
     write_json(report, path)
     write_text(text, path.with_suffix('.md'))
     return text
@@ -462,7 +517,8 @@ def main() -> int:
     machine = Machine(rank, world, device_, ranks.pick_dtype(dtype, device_))
     on_cpu = device_ == 'cpu'
     defaults = {
-        'tokens_per_update': 4096 if on_cpu else 131072,
+        'tokens_per_update': (4096,) if on_cpu else (131072,),
+        'streams': (16,) if on_cpu else STREAMS,
         'n_embd': 256 if on_cpu else 768,
         'vocab_size': 256 if on_cpu else 50304,
         'shapes': ((2, 8),) if on_cpu else (),

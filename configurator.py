@@ -7,9 +7,10 @@ executed: a config file holds lines `name = literal`.
 
 A script calls `configure(globals())`. Its settings are the assignments of literals to lowercase
 names that precede the first def, class or other block. A value must have the type of the setting's
-default; if the default is None, any literal is allowed, and other text is a string. The script may
-define RANGES, the allowed values by name: a pair (low, high) for a number or for each number of a
-tuple, or a list of values. Every other number must be at least 0, unless its default is negative.
+default, where a number may stand for a tuple of one; if the default is None, any literal is
+allowed, and other text is a string. The script may define RANGES, the allowed values by name: a
+pair (low, high) for a number or for each number of a tuple, or a list of values. Every other number
+must be at least 0, unless its default is negative.
 """
 
 import ast

@@ -84,7 +84,7 @@ STEPS = [
     ),
     Step(
         'decoding',
-        'bench.py --suite=decode --rounds=3 --seconds=0.2 --out={out}/decoding.json',
+        'bench.py --suite=decode --streams=16 --rounds=3 --seconds=0.2 --out={out}/decoding.json',
         90,
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
@@ -96,7 +96,7 @@ STEPS = [
     ),
     Step(
         'kernels',
-        'bench.py --suite=train --shapes=2,8 --contexts=64, --rounds=3 --seconds=0.3 '
+        'bench.py --suite=train --shapes=2,8 --contexts=64 --rounds=3 --seconds=0.3 '
         '--modes=compiled,try_tile,try_stores,no_attention,no_experts,no_loss '
         '--out={out}/kernels.json',
         120,
@@ -104,7 +104,7 @@ STEPS = [
     ),
     Step(
         'windows',
-        'bench.py --suite=decode --shapes=2,8 --contexts=2048, --streams=1 --rounds=3 '
+        'bench.py --suite=decode --shapes=2,8 --contexts=2048 --streams=1 --rounds=3 '
         '--seconds=0.2 --modes=compiled,try_split,no_attention --out={out}/windows.json',
         60,
         'a mode that fails is one not to use',
@@ -114,6 +114,12 @@ STEPS = [
         'bench.py --suite=sokoban --rounds=3 --seconds=0.3 --out={out}/agents.json',
         60,
         'see the step "agent"',
+    ),
+    Step(
+        'streams',
+        'bench.py --suite=decode --streams=4 --rounds=3 --seconds=0.2 --out={out}/streams.json',
+        90,
+        'see the step "decoding"',
     ),
     Step(
         'contexts',
@@ -200,7 +206,8 @@ def describe(run: dict, cells: list[dict]) -> str:
     line = (line + ' update, {memory_gb:.1f} GB.').format(**run)
     for cell in cells:
         if all(cell[name] == run[name] for name in ('model', 'L', 'E', 'C')):
-            paper, target = cell.get('paper', 'none'), cell.get('target', 'none')
+            figures = (cell.get(name, 'none') for name in ('paper', 'target'))
+            paper, target = (f'{x:,.0f}' if isinstance(x, float) else x for x in figures)
             return f'{line} Per GPU, the paper: {paper} tokens/s, modeled: {target}.'
     return line
 
@@ -208,7 +215,9 @@ def describe(run: dict, cells: list[dict]) -> str:
 def write_report(report: dict, path: pathlib.Path) -> None:
     """Write the report as JSON, and as Markdown beside it."""
     text = '# A first hour on {device_name}\n\n{date}, torch {torch}, triton {triton}, commit '
-    text = text.format(**report) + report['code']['commit'] + '\n'
+    text = text.format(**report) + report['code']['commit'] + '\n\n'
+    text += "Tables: the paper's tokens/s are those of one of four GPUs, its ms/token those of 16 "
+    text += 'streams on four.\n'
     for step in report['steps']:
         name = step['step']
         text += f'\n## {name}: {step["status"]}, {step["seconds"]:.0f} s\n\n`{step["command"]}`\n'

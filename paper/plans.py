@@ -398,7 +398,8 @@ PLANS = {
     'throughput': Plan(
         'Training throughput on four GPUs',
         [],
-        'torchrun --standalone --nproc_per_node=4 {root}bench.py --suite=train',
+        'torchrun --standalone --nproc_per_node=4 {root}bench.py --suite=train '
+        '--contexts=32,64,128,256,1024,2048 --tokens_per_update=131072,262144',
     ),
     'residual': Plan(
         'Ours: residual rule',

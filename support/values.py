@@ -34,10 +34,12 @@ def literal(source: str | ast.expr) -> object:
 
 
 def convert(value: object, default: object) -> object:
-    """Return `value` in the type of `default`; an int may stand for a float. Raises ValueError if
-    the types differ."""
+    """Return `value` in the type of `default`; an int may stand for a float, and a number for a
+    tuple of one. Raises ValueError if the types differ."""
     if type(default) is float and type(value) is int:
         return float(value)
+    if type(default) is tuple and type(value) in (int, float):
+        value = (value,)
     if type(default) is type(value) is tuple:
         if len({type(item) for item in default}) != 1:
             return value

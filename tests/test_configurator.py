@@ -84,6 +84,7 @@ ACCEPTED = [  # arguments, the settings that they change
         {'out_dir': '123', 'resume': 'auto', 'n_layer': -1},
     ),
     ('--betas=[1,0.5] --n_embd=7 --n_embd=8', {'betas': (1.0, 0.5), 'n_embd': 8}),
+    ('--betas=1', {'betas': (1.0,)}),
     ('--n_layer 3 --resume --offset -5', {'n_layer': 3, 'resume': True, 'offset': -5}),
     ('--learning_rate=1 --threads=4 --name=', {'learning_rate': 1.0, 'threads': 4, 'name': ''}),
     ('--name=FILE:~/a --threads=auto', {'name': 'FILE:/home/me/a', 'threads': 'auto'}),
