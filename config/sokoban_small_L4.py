@@ -15,3 +15,4 @@ out_dir = 'out/sokoban_small_L4'
 n_layer = 4
 n_expert = 1
 n_embd = 64
+dtype = 'float32'

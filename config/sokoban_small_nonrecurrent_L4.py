@@ -12,3 +12,4 @@ recurrent = False
 n_layer = 4
 n_expert = 1
 n_embd = 64
+dtype = 'float32'

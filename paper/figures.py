@@ -216,8 +216,12 @@ def best_cells(points: DataFrame, by: list[str]) -> DataFrame:
 
 def with_published(points: DataFrame, name: str) -> DataFrame:
     """Return points, followed by those of results/paper/NAME.csv for the same plans and kinds, or
-    for none; `source` tells them apart."""
+    for none; `source` tells them apart. Errors follow from the variances over seeds that the paper
+    prints."""
     table = pandas.read_csv(PUBLISHED / f'{name}.csv')
+    if 'variance' in table:
+        table['std'] = table.pop('variance') ** 0.5
+        table['sem'] = table['std'] / table['n'] ** 0.5
     keys = points.set_index(['model', 'plan', 'kind']).index
     is_known = table.set_index(['model', 'plan', 'kind']).index.isin(keys) | table['plan'].isna()
     points = points.assign(source='')
@@ -336,6 +340,8 @@ def ablation(frame: DataFrame) -> Figure:
     # A tuned learning rate differs with the other settings, so it is no axis.
     x, *others = [name for name in settings if name != 'learning_rate'] or settings
     points = summarize(frame, [*CELL, *settings])
+    if x == 'radius':  # -1: all other experts
+        points[x] = points[x].where(points[x] >= 0, points['n_expert'] - 1)
     for name in settings:
         if points[name].isna().any():
             points[name] = points[name].astype(object).fillna('unknown')
@@ -399,16 +405,19 @@ def value_table(frame: DataFrame) -> DataFrame:
 
 def solve_table(frame: DataFrame, split: str) -> DataFrame:
     """Return the greedy solve rates, in percent, of the best allocation of each plan, kind and L on
-    a split of Boxoban. On unfiltered-test the paper's and those of published agents follow."""
+    a split of Boxoban: first of the last agents of its runs, then of their best checkpoints by
+    return on the evaluation levels. On unfiltered-test the paper's and those of published agents
+    follow."""
     shown = frame.merge(best_cells(cells(frame), ['plan', 'kind', 'n_layer'])[CELL])
+    shown = pandas.concat([shown.assign(agent=agent) for agent in ('last', 'best')])
     device, rates = pick_device('auto'), []
     for run in shown.to_dict('records'):
-        print(f'{run["folder"]}: evaluating its best agent on {split}', flush=True)
+        print(f'{run["folder"]}: evaluating its {run["agent"]} agent on {split}', flush=True)
         levels, _ = load_levels(run['levels_dir'], split)
-        agent, limit = load_agent(run['folder'], 'best', device), run['time_limit']
+        agent, limit = load_agent(run['folder'], run['agent'], device), run['time_limit']
         rates.append(evaluate(agent, levels, device, time_limit=limit)['solve_rate'])
     name = f'{split}, percent'
-    table = summarize(shown.assign(**{name: np.multiply(rates, 100)}), CELL, name)
+    table = summarize(shown.assign(**{name: np.multiply(rates, 100)}), [*CELL, 'agent'], name)
     is_paper = split == 'unfiltered-test'
     return with_published(table, 'sokoban_solve_rates') if is_paper else table
 

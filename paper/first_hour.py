@@ -77,7 +77,7 @@ STEPS = [
     Step(
         'agent',
         'train_sokoban.py config/sokoban_small_L4.py --split=generated --eval_split=generated '
-        '--n_levels=2000 --eval_games=64 --total_steps=128000 --overwrite=True '
+        '--n_levels=2000 --eval_games=64 --total_steps=128000 --dtype=auto --overwrite=True '
         '--out_dir={out}/agent',
         60,
         'try --cuda_graphs=False, --compile=False and --dtype=float32, in this order',

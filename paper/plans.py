@@ -271,14 +271,14 @@ DEPTHS = [1, 2, 4, 8, 16]
 
 
 def run_of(model: str, recurrent: bool, L: int, E: int, d: int) -> Run:
-    """Return an agent's run, for which the defaults of its trainer are the paper's settings, or a
-    language model's.
+    """Return an agent's run, for which the defaults of its trainer are the paper's settings but for
+    dtype (readings.md), or a language model's.
 
     model: the architecture of an agent, or the budget of a language model, whose config file has
     its window and chunks."""
     sizes = {'recurrent': recurrent, 'n_layer': L, 'n_expert': E, 'n_embd': d}
     if model in AGENTS:
-        return Run('train_sokoban.py', (), {'arch': model, **sizes}, {})
+        return Run('train_sokoban.py', (), {'arch': model, **sizes}, {'dtype': 'float32'})
     kind = '' if recurrent else '_nonrecurrent'
     return Run('train_lm.py', (f'config/{model}{kind}_L2.py',), sizes, {})
 

@@ -254,15 +254,16 @@ def test_an_ablation_of_names_has_bars_in_the_papers_order():
     assert axes.get_xlabel() == 'aggregation'
     figure = figures.ablation(frame_of(share_kv=[False, True], loss=[2.0, 1.0]))
     assert [bar.get_height() + bar.get_y() for bar in figure.axes[0].patches] == [1, 2]
-    figure = figures.ablation(frame_of(radius=[0, 2], loss=[2.0, 1.0]))
+    figure = figures.ablation(frame_of(n_expert=8, radius=[0, 2, -1], loss=[2.0, 1.0, 3.0]))
     assert figure.axes[0].get_xlabel() == 'number of neighbors' and not figure.axes[0].patches
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ['0', '2', '7']
 
 
 def test_returns_stand_beside_the_papers():
     """Those of allocations, and the best ones with at most L layers."""
     frame = frame_of('sokoban-small', n_layer=[1, 2, 4], **{'return': [1, 3, 2]})
     published = bars_of(figures.FIGURES['allocations'](frame))['d = 64, published']
-    assert published[1] == (8.947, pytest.approx(0.26173))
+    assert published[1] == (8.947, pytest.approx(0.0685**0.5))
     bars = bars_of(figures.saturation(frame))
     found = {label: [y for y, _ in points] for label, points in bars.items()}
     assert found == {
@@ -327,8 +328,8 @@ def test_the_backend_of_a_notebook_stops_nothing(tmp_path, backend):
     assert Image.open(tmp_path / 'loss.png').width > 500
 
 
-def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(monkeypatch):
-    rates = {('a', 'best'): 0.1, ('b', 'best'): 0.2}
+def test_solve_rates_are_those_of_the_last_and_of_the_best_agents_beside_the_papers(monkeypatch):
+    rates = {('a', 'last'): 0.1, ('b', 'last'): 0.2, ('a', 'best'): 0.3, ('b', 'best'): 0.3}
 
     def evaluate(agent, levels, device, time_limit):
         assert levels == ('there', 'unfiltered-test') and time_limit == 20
@@ -342,7 +343,8 @@ def test_solve_rates_are_those_of_the_best_agents_beside_the_papers(monkeypatch)
     ).assign(**{'return': 1.0})
     table = figures.solve_table(frame, 'unfiltered-test')
     percent = list(table['unfiltered-test, percent'])
-    assert percent[:5] == [pytest.approx(15), 86.03, 91.93, 92.7, 86.13]
+    assert percent[:6] == [pytest.approx(15), pytest.approx(30), 86.03, 91.93, 92.7, 86.13]
+    assert list(table['agent'][:2]) == ['last', 'best'] and table['agent'][2:].isna().all()
     assert 'DRC(3,3), 2B' in list(table['model'])
 
 

@@ -11,7 +11,7 @@ from processes import ROOT
 from small_runs import assert_refused
 
 from paper import plans, studies
-from paper.plans import Plan, cost, full_settings, grid, runs_of, vary
+from paper.plans import PLANS, Plan, cost, full_settings, grid, runs_of, vary
 
 CELL = ('recurrent', 'n_layer', 'n_expert', 'n_embd')
 
@@ -88,6 +88,13 @@ def test_plans_share_the_folders_of_their_runs():
     assert folders_of('probes') < folders_of('sokoban-large')
     changed = folders_of('lm-small-shared') - folders_of('lm-small')
     assert len(changed) == 11 and all('residual-shared' in path.name for path in changed)
+
+
+def test_agents_of_the_paper_train_in_float32():
+    """It names bfloat16 for language models only."""
+    for name in PLANS:
+        for settings in map(full_settings, runs_of(name)):
+            assert settings['dtype'] == ('float32' if 'n_envs' in settings else 'auto')
 
 
 def test_seeds_of_a_plan_come_in_rounds():
