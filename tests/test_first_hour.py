@@ -4,7 +4,6 @@ import json
 import sys
 
 import torch
-from small_runs import assert_refused
 
 from paper import first_hour
 from paper.first_hour import Step
