@@ -4,6 +4,7 @@ import json
 import sys
 
 import torch
+from small_runs import assert_refused
 
 from paper import first_hour
 from paper.first_hour import Step
@@ -46,3 +47,18 @@ def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_p
     assert report['steps'][0]['last_lines'] == ['.', 'no kernel']
     run = report['training']['recurrent']
     assert (run['ms'], run['tokens_per_s'], run['memory_gb']) == (75.5, 151, 3)
+    assert '151 tokens/s, 76 ms per update, 3.0 GB. Per GPU, the paper: 52,375 tokens/s' in text
+    assert report['cells']['training'][0]['median'] == 7.0
+    assert '| median |\n' in text and 'try less' in text
+    assert 'what to do: try less' in capsys.readouterr().out
+    assert str(tmp_path) not in text + path.read_text()
+
+
+def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_path):
+    (tmp_path / 'gpu.json').write_text('kept')
+    assert_refused('exists: choose another name', run_main, monkeypatch, tmp_path / 'gpu.json', [])
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, 'argv', ['first_hour.py'])
+        assert_refused('finds no CUDA device', first_hour.main)
+    assert (tmp_path / 'gpu.json').read_text() == 'kept'
