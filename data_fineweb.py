@@ -68,9 +68,8 @@ from support.files import open_text, remove_temporary
 from support.loader import (
     READY_MADE,
     fingerprint,
-    read_meta,
+    open_meta,
     read_shard,
-    refuse_missing,
     shard_path,
     write_meta,
     write_shard,
@@ -527,30 +526,6 @@ def open_dataset(folder: str, config: dict) -> Source:
 
 
 CONTENT = re.compile(r'\d+ documents, \d+ bytes, sha256 \w+')  # what a source of --text ends with
-
-
-def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
-    """Return the folder's description (meta.json), or a new one with the entries of `identity`.
-    Raises UserError if one of these entries differs in the folder's description, if there are
-    shards without a description, or if a shard is missing, unless it is ready-made."""
-    meta = read_meta(folder)
-    if meta is None:
-        if glob.glob('*.bin', root_dir=folder):
-            raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
-        return {**identity, 'finished': False, 'shards': []}
-    for key, value in identity.items():
-        # A text under another name is the same text.
-        before, now = (
-            re.findall(r'\d+ documents, .*, sha256 .*', str(x)) for x in (meta.get(key), value)
-        )
-        if meta.get(key) != value and not before == now != []:
-            advice = 'choose another --data_dir or delete it'
-            raise UserError(
-                f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
-            )
-    if meta['source'] != READY_MADE:
-        refuse_missing(folder, meta)
-    return meta
 
 
 def encode_batch(tokenizer: Tokenizer, batch: list[Text]) -> tuple[np.ndarray, list[str]]:

@@ -30,8 +30,7 @@ from support.script import UserError, run_script
 
 import numpy as np
 
-from data_fineweb import open_meta
-from support.loader import shard_path, write_meta, write_shard
+from support.loader import open_meta, shard_path, write_meta, write_shard
 
 # fmt: off
 data_dir = ''         # folder for the shards; '' = data/states_<moves>

@@ -17,6 +17,7 @@ In a kernel, as in NumPy, x[:, None] is a column, and a vector beside a tile (ro
 row.
 """
 
+import copy
 import functools
 import math
 from collections import namedtuple
@@ -37,6 +38,7 @@ from decode import RingCache
 from ops import Heads, Linear, gate_weights
 from support import compiling
 from support.compiling import fused
+from support.random_states import continuing_from, get_random_states
 from unroll import ChunkCache, DeferredLinear
 
 EPS = constexpr(ops.EPS)
@@ -779,3 +781,52 @@ CODE = {
 for _name, _override in OVERRIDES.items():
     if compiling.code_hash(REPLACES[_name]) == CODE[_name]:
         compiling.registered[_name] = _override
+
+
+# ---- the trial by which overrides.py chooses ----
+
+
+def make_trial(
+    lm: model.LanguageModel, B: int, compute_dtype: torch.dtype
+) -> Callable[[bool], list[torch.Tensor]]:
+    """Return the function trial(exact) of overrides.find_agreeing for a language model and B
+    streams with full windows: a training chunk or, in evaluation mode, the decoding of a token. It
+    runs on a copy of the model with random weights. exact: whether all products are in fp32."""
+    lm = model.randomize(copy.deepcopy(lm))
+    device, is_wide = lm.head.device, compute_dtype == torch.float32
+    rng = torch.Generator().manual_seed(1)
+    x, y = torch.randint(len(lm.head), (2, B, unroll.GROUP + 1), generator=rng).to(device)
+    with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
+        empty = lm.init_state(B)  # keys and values in the dtype of products
+    s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
+    state = model.State(s, k, v, torch.full_like(empty.count, lm.config.window))
+    random_states = get_random_states(device)  # so that a dropout drops the same in every call
+
+    def run_chunk(exact: bool) -> list[torch.Tensor]:
+        """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
+        and all gradients."""
+        lm.overrides = compiling.enabled_overrides()
+        enabled = not (is_wide or exact)
+        autocast = torch.autocast(device.type, compute_dtype, enabled=enabled)
+        with continuing_from(random_states, device), torch.enable_grad(), autocast:
+            loss, new = lm(x, y, state)
+        parameters = list(lm.parameters())  # a hack may leave some of them unused
+        grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
+        return [loss.objective.detach(), *new[:3], *grads]
+
+    if lm.training:
+        return run_chunk
+    decoders = [decode.Decoder(lm, B, dtype) for dtype in (compute_dtype, torch.float32)]
+
+    @torch.no_grad()
+    def run_token(exact: bool) -> list[torch.Tensor]:
+        """Decode a token; return the logits, s, and the new keys and values."""
+        lm.overrides = compiling.enabled_overrides()
+        decoder = decoders[exact]
+        decoder.load(state)
+        decoder.token.copy_(x[:, 0])
+        decoder.run_token()
+        entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
+        return [t.clone() for t in (decoder.logits, decoder.s, *entries)]
+
+    return run_token

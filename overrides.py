@@ -1,18 +1,14 @@
 """Which Triton overrides (kernels.py) a model uses: those that agree with what they replace."""
 
-import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from support.script import first_line
 
 import torch
 
-from decode import Decoder
-from model import LanguageModel, State, randomize
 from support import ranks
-from support.compiling import enabled_overrides, registered, use_overrides
-from support.random_states import continuing_from, get_random_states
-from unroll import GROUP
+from support.compiling import registered, use_overrides
 
 
 def choose_overrides(
@@ -28,8 +24,7 @@ def choose_overrides(
 
     compute_dtype: of matrix products; allowed: the names that may be used, None = all. The
     non-recurrent model has no overrides in training, where whole sequences make products large."""
-    can_override = isinstance(model, LanguageModel) and (model.recurrent or not model.training)
-    if not model.head.is_cuda or not can_override:
+    if not model.head.is_cuda or model.training and not model.recurrent:
         return []
     model.overrides, lines = frozenset(), []
     if ranks.is_first():
@@ -37,7 +32,8 @@ def choose_overrides(
             import kernels  # only here: it needs triton, which may be missing or broken
 
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
-            model.overrides, lines = find_in_memory(model, B, compute_dtype, names)
+            make_trial = partial(kernels.make_trial, model, compute_dtype=compute_dtype)
+            model.overrides, lines = find_in_memory(make_trial, B, names)
         except Exception as error:  # noqa: BLE001  a trial must never end a run
             lines = [f'Triton overrides cannot be used: {first_line(error)}']
     model.overrides = ranks.from_first(model.overrides)
@@ -51,13 +47,13 @@ def choose_overrides(
 
 
 def find_in_memory(
-    model: LanguageModel, B: int, compute_dtype: torch.dtype, names: Iterable[str]
+    make_trial: Callable[[int], Callable], B: int, names: Iterable[str]
 ) -> tuple[frozenset, list[str]]:
-    """Return what `find_agreeing` finds for B streams, or for a half, a quarter, ... of them
-    whose trial fits in memory."""
+    """Return what `find_agreeing` finds in the trial make_trial(B) of B streams, or of a half, a
+    quarter, ... of them that fits in memory."""
     while True:
         try:
-            return find_agreeing(make_trial(model, B, compute_dtype), names)
+            return find_agreeing(make_trial(B), names)
         except torch.OutOfMemoryError:  # in fp32 a trial may take more than training does
             if B == 1:
                 raise
@@ -104,52 +100,6 @@ def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, lis
                 reason = f'largest error {errors.max():.2%}, without it {plain.max():.2%}'
         lines.append(f'Triton override {name!r} is not used: {reason}')
     return agreeing, lines
-
-
-def make_trial(
-    model: LanguageModel, B: int, compute_dtype: torch.dtype
-) -> Callable[[bool], list[torch.Tensor]]:
-    """Return the function trial(exact) of `find_agreeing` for a language model and B streams with
-    full windows: a training chunk or, in evaluation mode, the decoding of a token. It runs on a
-    copy of the model with random weights. exact: whether all products are in fp32."""
-    model = randomize(copy.deepcopy(model))
-    device, is_wide = model.head.device, compute_dtype == torch.float32
-    rng = torch.Generator().manual_seed(1)
-    x, y = torch.randint(len(model.head), (2, B, GROUP + 1), generator=rng).to(device)
-    with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
-        empty = model.init_state(B)  # keys and values in the dtype of products
-    s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
-    state = State(s, k, v, torch.full_like(empty.count, model.config.window))
-    random_states = get_random_states(device)  # so that a dropout drops the same in every call
-
-    def run_chunk(exact: bool) -> list[torch.Tensor]:
-        """Run a chunk of two groups of tokens forward and backward; return the loss, the new state
-        and all gradients."""
-        model.overrides = enabled_overrides()
-        enabled = not (is_wide or exact)
-        autocast = torch.autocast(device.type, compute_dtype, enabled=enabled)
-        with continuing_from(random_states, device), torch.enable_grad(), autocast:
-            loss, new = model(x, y, state)
-        parameters = list(model.parameters())  # a hack may leave some of them unused
-        grads = torch.autograd.grad(loss.objective, parameters, materialize_grads=True)
-        return [loss.objective.detach(), *new[:3], *grads]
-
-    if model.training:
-        return run_chunk
-    decoders = [Decoder(model, B, dtype) for dtype in (compute_dtype, torch.float32)]
-
-    @torch.no_grad()
-    def run_token(exact: bool) -> list[torch.Tensor]:
-        """Decode a token; return the logits, s, and the new keys and values."""
-        model.overrides = enabled_overrides()
-        decoder = decoders[exact]
-        decoder.load(state)
-        decoder.token.copy_(x[:, 0])
-        decoder.run_token()
-        entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
-        return [t.clone() for t in (decoder.logits, decoder.s, *entries)]
-
-    return run_token
 
 
 def relative_errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> torch.Tensor:

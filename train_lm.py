@@ -350,7 +350,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         train.set_rows(most)
         fit = {'fixed': batch_size > 0, 'spare': valid.memory}
         train.choose_rows(chunk, **fit)
-        if overrides and fused.enabled:
+        if overrides and fused.enabled and arch == 'experts':
             # a resumed run takes at most those that it had
             allowed = folder.saved.get('overrides') if folder.saved else None
             for line in choose_overrides(model, train.rows, compute_dtype, allowed):

@@ -9,6 +9,7 @@ NAME_val_000000.bin and NAME_train_000001.bin, or NAME_000000.bin, of which numb
 folder has shards of one NAME. Without a meta.json beside them, they count as GPT-2's.
 """
 
+import glob
 import os
 import re
 import zlib
@@ -113,6 +114,30 @@ def refuse_missing(folder: str | os.PathLike, meta: dict, split: str = '') -> No
             if meta['source'] == READY_MADE:
                 advice = 'run the same data_fineweb.py command again'
             raise UserError(f'{path} is missing: {advice}')
+
+
+def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
+    """Return the folder's description (meta.json), or a new one with the entries of `identity`.
+    Raises UserError if one of these entries differs in the folder's description, if there are
+    shards without a description, or if a shard is missing, unless it is ready-made."""
+    meta = read_meta(folder)
+    if meta is None:
+        if glob.glob('*.bin', root_dir=folder):
+            raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
+        return {**identity, 'finished': False, 'shards': []}
+    for key, value in identity.items():
+        # A text under another name is the same text.
+        before, now = (
+            re.findall(r'\d+ documents, .*, sha256 .*', str(x)) for x in (meta.get(key), value)
+        )
+        if meta.get(key) != value and not before == now != []:
+            advice = 'choose another --data_dir or delete it'
+            raise UserError(
+                f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
+            )
+    if meta['source'] != READY_MADE:
+        refuse_missing(folder, meta)
+    return meta
 
 
 def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list[str]:

@@ -126,14 +126,13 @@ TRIALS = [(False, 'attention', {'experts', 'loss'}), (True, 'experts', {'attenti
 def test_a_form_that_is_off_by_10_percent_is_not_used(monkeypatch, decoding, broken, expected):
     """In the trial of a training chunk, or of a token that is decoded, which has no loss."""
     monkeypatch.setattr(unroll, 'GROUP', 2)
-    monkeypatch.setattr(overrides, 'GROUP', 2)
     sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
     form = compiling.registered[broken]
     monkeypatch.setitem(compiling.registered, broken, lambda *args: 1.1 * form(*args))
-    trial = overrides.make_trial(model, 2, torch.float32)
+    trial = kernels.make_trial(model, 2, torch.float32)
     agreeing, lines = overrides.find_agreeing(trial, sorted({broken, *expected}))
     assert agreeing == expected and len(lines) == 1, lines
 
