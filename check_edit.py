@@ -53,8 +53,8 @@ import train_sokoban
 import unroll
 from convlstm import Agent, AgentConfig, build_agent, load_agent
 from decode import Decoder
+from lstm import load_model
 from model import LanguageModel, ModelConfig, build_model, randomize
-from sample import load_model
 from support import compiling
 from support.code import modules_of
 from support.run_folder import LAST, PREV, load_checkpoint, log_of

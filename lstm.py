@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from model import LanguageModel, Loss, ModelConfig, build_model
 from support.export import PublishedModel
+from support.run_folder import export_in, settings_of
 
 
 class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
@@ -114,3 +115,10 @@ def build_lstm(config: ModelConfig, recurrent: bool) -> LSTM:
     with torch.device('meta'):  # only to count
         target = build_model(config, recurrent=True).num_params()['total']
     return LSTM(config, match_hidden(config.vocab_size, config.n_embd, target))
+
+
+def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
+    """Return the language model of a run or of an export, in fp32. Raises UserError."""
+    metadata = settings_of(folder) or settings_of(export_in(folder))
+    model_type = LSTM if metadata.get('arch') == 'lstm' else LanguageModel
+    return model_type.load_trained(folder, which, device)

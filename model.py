@@ -371,7 +371,6 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
 # ---- sizes and state -----------------------------------------------------------------------------
 
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')  # matrices that FLOPs leave out
-EVAL_CHUNK = 128  # tokens per chunk in validation; more would only cost RecurrentGPT memory
 CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
 MODEL_RANGES = {  # of the fields of ModelConfig, and so of settings of train_lm.py
     **dict.fromkeys(('vocab_size', 'n_layer', 'n_expert', 'n_embd'), (1, math.inf)),

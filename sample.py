@@ -28,17 +28,16 @@ from support.script import UserError, run_script
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode import Decoder, progress
-from lstm import LSTM
-from model import EVAL_CHUNK, LanguageModel
+from lstm import LSTM, load_model
 from overrides import choose_overrides
 from support import ranks
 from support.export import CARD
 from support.files import read_text
-from support.run_folder import BEST, CONFIG, WEIGHTS, export_in, settings_of
-from support.stream import Stream
+from support.run_folder import BEST, CONFIG, WEIGHTS, settings_of
+from support.stream import SCORE_CHUNK, Stream
 from tokenizer import VOCAB, Tokenizer, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -85,11 +84,10 @@ CONTROL = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f]')  # all but newline and tab
 # ---- the model ----
 
 
-def load_model(folder: str, which: str, device: str = 'cpu') -> LanguageModel | LSTM:
-    """Return the model of a run or of an export, in fp32. Raises UserError."""
-    metadata = settings_of(folder) or settings_of(export_in(folder))
-    model_type = LSTM if metadata.get('arch') == 'lstm' else LanguageModel
-    model = model_type.load_trained(folder, which, device)
+def load(folder: str, device: str = 'cpu') -> nn.Module:
+    """Return the model of a run or of an export, in fp32. Raises UserError, also if the tokenizer
+    does not fit it."""
+    model = load_model(folder, which, device)
     name, V = str(model.metadata.get('tokenizer')), model.config.vocab_size
     if VOCAB.get(name) != V:
         raise UserError(f'{folder}: tokenizer = {name!r} does not fit vocab_size = {V}')
@@ -101,11 +99,11 @@ def export_model() -> None:
     folder = pathlib.Path(export).resolve()
     if folder.name == BEST and 'script' in settings_of(folder.parent):
         raise UserError(f'export = {export!r}: is the best model of a run: choose another folder')
-    model = load_model(out_dir, which)
+    model = load(out_dir)
     if dtype == 'bfloat16':
         model = model.bfloat16()
     model.save_pretrained(export, config=model.metadata)
-    model = load_model(export, which)  # check that it can be read
+    model = load(export)  # check that it can be read
     print(f'{export}: {model.num_params()["total"]:,} parameters in {WEIGHTS}, {CONFIG}, {CARD}')
 
 
@@ -188,16 +186,14 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, text: str) -> None:
         state = decoder.state()
 
 
-def score_text(
-    model: LanguageModel | LSTM, tokenizer: Tokenizer, compute_dtype: torch.dtype
-) -> None:
+def score_text(model: nn.Module, tokenizer: Tokenizer, compute_dtype: torch.dtype) -> None:
     """Print the loss on the text of the file `score`, read as one document in a single stream."""
     name = score.removeprefix('FILE:')
     text = read_text(name)
     if not text:
         raise UserError(f'score = {score!r}: there is no text in it')
     ids = torch.from_numpy(tokenizer.encode_document(text).astype(np.int64))[None]  # (1, 1 + n)
-    T = min(model.config.block_size, EVAL_CHUNK)
+    T = min(model.config.block_size, SCORE_CHUNK)
     stream = Stream(model, 1, T, 1, compute_dtype=compute_dtype)
     sums = stream.score(ids[:, :-1], ids[:, 1:], progress)
     nats, tokens = sums.tolist()
@@ -220,7 +216,7 @@ def main() -> None:
 
     device_ = ranks.pick_device(device)
     compute_dtype = ranks.pick_dtype(dtype, device_)
-    model = load_model(out_dir, which, device_)
+    model = load(out_dir, device_)
     tokenizer = get_tokenizer(model.metadata['tokenizer'])
     if score:
         score_text(model, tokenizer, compute_dtype)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lstm import build_lstm
-from model import EVAL_CHUNK, MODEL_RANGES, ModelConfig, build_model
+from model import MODEL_RANGES, ModelConfig, build_model
 from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
@@ -37,7 +37,7 @@ from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, gather
 from support.run_folder import BEST, RunFolder, machine, mfu, restoring, settings_of, sizes_in
 from support.signals import Stopper
-from support.stream import Stream, copy_state
+from support.stream import SCORE_CHUNK, Stream, copy_state
 from tokenizer import VOCAB, token_bytes
 
 # -----------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     valid = Stream(
         model,
         len(val_x),
-        min(T, EVAL_CHUNK),
+        min(T, SCORE_CHUNK),
         compute_dtype=compute_dtype,
         may_shrink=True,
         graphs=graphs,

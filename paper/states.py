@@ -62,15 +62,15 @@ from pandas import DataFrame, Series
 from torch import Tensor
 
 from data_states import HELD_OUT, MOVES, chains, likeliest
-from lstm import LSTM
-from model import EVAL_CHUNK, LanguageModel, State
+from lstm import LSTM, load_model
+from model import LanguageModel, State
 from paper.figures import name_cells, runs, save_table, summarize, varied
 from paper.sweep import Parser, matching, path
-from sample import load_model
 from support.files import write_text
 from support.loader import read_meta
 from support.plots import Figure, chart, save_figure
 from support.ranks import pick_device
+from support.stream import SCORE_CHUNK
 
 STREAMS = 100
 WARM_UP = 128  # bytes at the start of a stream, in which answers do not count
@@ -136,7 +136,7 @@ def read(
     n) bool, False for the first. `rows` streams at a time, which does not change the result, are
     read from an empty state. erase: 's' or 'caches', which are erased before each token at which
     `at` (N, n) is True."""
-    T = 1 if erase else EVAL_CHUNK
+    T = 1 if erase else SCORE_CHUNK
     right = torch.zeros(ids.shape, dtype=torch.bool)
     for first in range(0, len(ids), rows):
         part = slice(first, first + rows)

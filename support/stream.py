@@ -22,6 +22,7 @@ from support.ranks import Throttle, out_of_memory, release_memory, run_compiled
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
 MOST_TOKENS = {'cuda': 32768, 'cpu': 4096}
+SCORE_CHUNK = 128  # tokens of a chunk in validation; more would only cost RecurrentGPT memory
 
 
 def most_rows(B: int, T: int, device: torch.device) -> int:

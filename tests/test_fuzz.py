@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from configurator import configure
@@ -149,7 +148,7 @@ AGENT = {'arch': 'convglu', 'n_embd': 8, 'head_dim': 8}
 EXPORTS = [
     (
         lambda: build_model(ModelConfig(**LM), True),
-        partial(sample.load_model, which='best'),
+        sample.load,
         train_lm,
     ),
     (lambda: build_agent(AgentConfig(**AGENT)), load_agent, train_sokoban),

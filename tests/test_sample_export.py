@@ -33,12 +33,12 @@ def test_an_export_holds_the_trained_model_and_how_it_was_trained(
     assert ('best_val_loss' in metadata) == (which == 'best')
     assert ('Score: not recorded' in (tmp_path / 'README.md').read_text()) == (which == 'last')
     weights = load_file(tmp_path / 'model.safetensors')
-    model = sample.load_model(str(tmp_path), 'best')
+    model = sample.load(str(tmp_path))
     assert model.recurrent == (name == 'recurrent')
     lone = tmp_path / 'lone' / 'last.pt'  # a copy of the checkpoint alone
     lone.parent.mkdir()
     shutil.copy(trained / name / 'last.pt', lone)
-    assert sample.load_model(str(lone.parent), which).recurrent == model.recurrent
+    assert sample.load(str(lone.parent)).recurrent == model.recurrent
     for key, weight in load_checkpoint(trained / name / 'last.pt')['model'].items():
         assert torch.equal(weights[key], weight.to(getattr(torch, dtype)))
         assert torch.equal(model.state_dict()[key], weights[key].float())

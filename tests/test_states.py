@@ -22,13 +22,13 @@ from test_stream import make_model
 import data_fineweb
 import data_states
 from data_states import MOVES, TRAIN, chains, entropy, likeliest, make_shards
+from lstm import load_model
 from paper import demo_states, plans, states
 from paper.figures import runs
 from paper.plans import full_settings
 from paper.states import accuracy
 from paper.studies import states as study
 from paper.studies import states_rates
-from sample import load_model
 from support.loader import find_shards, read_shard
 
 DEFAULTS = Script(data_states.__file__).defaults | {'train_tokens': 100_000, 'val_tokens': 70_000}
