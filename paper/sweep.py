@@ -5,7 +5,7 @@
     python -m paper.sweep lm-small --run                  # start or resume what is not finished
     python -m paper.sweep lm-small --run --workers=4 --only="n_layer in (1, 2) and recurrent"
     python -m paper.sweep lm-small --run -- --data_dir=/data/fineweb --compile=False
-    python -m paper.sweep lm-small --run --vary=weight_decay=0,0.01,0.1 --vary=seed=1,2
+    python -m paper.sweep lm-small --run --vary=learning_rate=0.01,0.02,0.04 --vary=seed=1,2
     python -m paper.sweep lm-small --run --script=my_train.py --vary=z_loss=0,0.01,1
     python -m paper.sweep lm-small --slurm | sbatch       # an array job; the same line resumes it
 

@@ -17,7 +17,7 @@ from small_runs import assert_refused
 
 from paper import figures
 from paper.figures import runs
-from paper.studies import depth, depth_agents, initial_scale, tables
+from paper.studies import depth, depth_agents, depth_rates, initial_scale, tables
 
 SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 
@@ -483,6 +483,55 @@ def test_a_block_of_several_commits_is_marked(capsys):
         'seed 12 has runs of 2 commits: 75c3ea33b9b3, 82c22e328fb1',
         'seed 14 has runs of 2 commits: 82c22e328fb1, 3f521ba8f7a2',
     ]
+
+
+def make_rates(best):
+    """Return a table of the runs of depth_rates. best: {(rate, recurrent): the best L}."""
+    noise = np.random.default_rng(1)
+    rows = [
+        {'seed': seed, 'recurrent': recurrent, 'n_layer': L, 'learning_rate': rate}
+        | {'processor': 'A', 'commit': 'b'}
+        | {'loss': 1 + 0.1 * (L != best[rate, recurrent]) + noise.normal() / 100}
+        for seed in depth.SEEDS
+        for rate in depth_rates.RATES
+        for recurrent, L in depth_rates.ALLOCATIONS
+    ]
+    return pandas.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    'best, a, b',
+    [
+        ((8, 16, 2, 4), ['confirmed', 'confirmed'], ['confirmed', 'confirmed']),
+        ((2, 8, 2, 8), ['confirmed', 'confirmed'], ['refuted', 'refuted']),
+        ((8, 4, 4, 8), ['refuted', 'confirmed'], ['confirmed', 'refuted']),
+    ],
+)
+def test_the_study_of_learning_rates_judges_each_and_both(
+    tmp_path, monkeypatch, capsys, best, a, b
+):
+    """best: the best L at 0.02 with and without recurrence, then at 0.08."""
+    monkeypatch.setattr(depth_rates, 'TABLE', tmp_path / 'depth_rates.csv')
+    cells = itertools.product(depth_rates.RATES, (True, False))
+    table = make_rates(dict(zip(cells, best, strict=True)))
+    table[table['learning_rate'] == 0.02].to_csv(depth_rates.TABLE, index=False)
+    depth_rates.report()
+    words = ['(b)', *('confirmed', 'refuted', 'undecided')]
+    found = [s for s in capsys.readouterr().out.splitlines() if s.startswith(tuple(words))]
+    assert found[0].startswith(a[0]) and found[1:] == ['(b) waits for all blocks']
+    table.to_csv(depth_rates.TABLE, index=False)
+    depth_rates.report()
+    found = [s for s in capsys.readouterr().out.splitlines() if s.startswith(tuple(words))]
+    assert [s.removeprefix('(b) ').split(':')[0] for s in found] == a + b
+
+
+def test_runs_at_both_rates_are_kept_apart(tmp_path):
+    for rate in depth_rates.RATES:
+        folder = tmp_path / f'out/depth-rates/{rate}'
+        write_lm(folder, 1.5, seed=11, learning_rate=rate, **start_of())
+    for _ in range(2):
+        depth.add(tmp_path / 'depth_rates.csv', str(tmp_path / 'out'))
+    assert pandas.read_csv(tmp_path / 'depth_rates.csv')['learning_rate'].to_list() == [0.02, 0.08]
 
 
 def test_the_registered_studies_of_agents_judge_returns(tmp_path, monkeypatch, capsys):

@@ -30,33 +30,36 @@ import pandas
 from pandas import DataFrame
 
 from paper.figures import PUBLISHED, best_depths, runs, score, value_of
-from paper.plans import Plan, equal_work, grid
+from paper.plans import Plan, Run, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 from support.run_folder import log_of, settings_of
 
 ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
 SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
-RUN = ['seed', 'recurrent', 'n_layer', 'processor']  # a table has each once: the first added
+# A table has each run once, the first that was added.
+RUN = ['seed', 'recurrent', 'n_layer', 'processor', 'n_expert', 'learning_rate']
+
+
+def runs_of(recurrent: bool, L: int, learning_rate: float | list[float]) -> list[Run]:
+    """Return the runs of an allocation. learning_rate: one, or a list of them as an axis."""
+    return grid(
+        *('train_lm.py', CONFIGS[recurrent]),
+        cells=equal_work(16, [L]),
+        recurrent=[recurrent],
+        seed=SEEDS,
+        learning_rate=learning_rate,
+        dtype='float32',  # of the model; Muon uses bfloat16 where it is fast
+        compile=False,
+        val_tokens=524_288,
+        val_streams=128,
+        **{**BYTES, 'eval_interval': BYTES['max_iters']},
+    )
+
 
 PLAN = Plan(
     'Study: depth of language models, registered',
-    [
-        run
-        for recurrent, L in ALLOCATIONS
-        for run in grid(
-            *('train_lm.py', CONFIGS[recurrent]),
-            cells=equal_work(16, [L]),
-            recurrent=[recurrent],
-            seed=SEEDS,
-            learning_rate=RATES[recurrent][L],
-            dtype='float32',  # of the model; Muon uses bfloat16 where it is fast
-            compile=False,
-            val_tokens=524_288,
-            val_streams=128,
-            **{**BYTES, 'eval_interval': BYTES['max_iters']},
-        )
-    ],
+    [run for recurrent, L in ALLOCATIONS for run in runs_of(recurrent, L, RATES[recurrent][L])],
 )
 
 
@@ -119,7 +122,7 @@ def add(path: Path, folder: str, processor: str = '') -> None:
     table = unlisted(finished_runs(path, folder, processor), path, RUN)
     if table.empty:
         return
-    columns = [*RUN, 'n_expert', 'learning_rate', 'step', value_of(table), 'seconds', 'commit']
+    columns = [*RUN, 'step', value_of(table), 'seconds', 'commit']
     append(table[columns].round({'seconds': 1}), path)
     for run in table.to_dict('records'):
         log = DataFrame(log_of(run['folder'])).filter(
@@ -138,13 +141,22 @@ def print_commits(table: DataFrame, blocks: DataFrame) -> None:
             print(f'seed {block[0]} has runs of {len(found)} commits: {", ".join(found)}')
 
 
-def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
-    """Return the losses, or minus the returns, in a table of runs: a row for each (seed, processor)
-    that has all allocations, of each seed the first in the table, and a column for each allocation
-    (recurrent, L)."""
+def read_rows(path: Path, rate: float | None = None) -> DataFrame:
+    """Return the rows of the registered seeds in a table of runs, if a learning rate is given those
+    at that rate. Raises UserError if there is no table."""
     if not path.exists():
         raise UserError(f'{path}: no run has finished yet')
     table = pandas.read_csv(path).query('seed in @SEEDS')
+    return table if rate is None else table[table['learning_rate'] == rate]
+
+
+def whole_blocks(
+    path: Path, allocations: list[tuple[bool, int]], rate: float | None = None
+) -> DataFrame:
+    """Return the losses, or minus the returns, in a table of runs: a row for each (seed, processor)
+    that has all allocations, of each seed the first in the table, and a column for each allocation
+    (recurrent, L)."""
+    table = read_rows(path, rate)
     blocks = table.assign(score=score(table)).pivot(
         index=['seed', 'processor'], columns=['recurrent', 'n_layer'], values='score'
     )
@@ -153,13 +165,17 @@ def whole_blocks(path: Path, allocations: list[tuple[bool, int]]) -> DataFrame:
     return blocks.dropna().groupby('seed').head(1)
 
 
-def report(path: Path = TABLE, allocations: list[tuple[bool, int]] = ALLOCATIONS) -> None:
+def report(
+    path: Path = TABLE,
+    allocations: list[tuple[bool, int]] = ALLOCATIONS,
+    rate: float | None = None,
+) -> None:
     """Print the whole blocks in a table of runs, their means with standard errors, and the verdict
     once every seed has a block."""
-    blocks = whole_blocks(path, allocations)
+    blocks = whole_blocks(path, allocations, rate)
     print(f'\n{path.stem}: what is judged (lower is better) by (recurrent, L)')
     print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
-    print_commits(pandas.read_csv(path), blocks)
+    print_commits(read_rows(path, rate), blocks)
     print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
 
 

@@ -14,11 +14,9 @@ adds them to paper/results/initial_scale.csv and compares them with those of dep
 
 from support.script import run_script
 
-import pandas
-
 from paper.plans import Plan, grid
 from paper.studies import depth, depth_agents
-from paper.studies.depth import print_commits, whole_blocks
+from paper.studies.depth import print_commits, read_rows, whole_blocks
 from paper.studies.depth_agents import AGENTS, print_change
 
 TABLE = depth.TABLE.with_stem('initial_scale')
@@ -36,7 +34,7 @@ def report() -> None:
     today = -whole_blocks(depth_agents.TABLE, depth_agents.ALLOCATIONS)
     print('\ninitial_scale: return with the former scale by L')
     print(former[True].agg(['mean', 'sem']).round(4).to_string())
-    print_commits(pandas.read_csv(TABLE), former)
+    print_commits(read_rows(TABLE), former)
     print('\ninitial_scale: return with the former scale minus return with that of today')
     print((former[True] - today[True]).agg(['mean', 'sem']).round(4).to_string())
     print_change(former[True], today[True])

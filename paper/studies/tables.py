@@ -4,7 +4,8 @@ the tables of runs in results/. A row is a run, with columns as in figures.runs.
     python -m paper.studies.tables
 
 The registered studies come first, by (recurrent, L): losses (depth.py), minus returns
-(depth_agents.py), and by L returns with the former scale and what it changes (initial_scale.py).
+(depth_agents.py), by L returns with the former scale and what it changes (initial_scale.py), losses
+at one rate for all (depth_rates.py), and state tracking (states_rates.py, states.py).
 Of each other table follow mean, standard error and number of seeds of every model, then those of
 all differences, paired by seed. 'r4' is recurrent with L = 4, 'n8' non-recurrent with L = 8.
 
@@ -30,7 +31,7 @@ from paper.figures import (
     scores_of,
     summarize,
 )
-from paper.studies import depth, depth_agents, initial_scale
+from paper.studies import depth, depth_agents, depth_rates, initial_scale, states, states_rates
 from support.plots import chart, save_figure
 
 RESULTS = PUBLISHED.parent
@@ -177,8 +178,9 @@ def agents() -> None:
 
 
 def main() -> None:
-    for study in (depth, depth_agents, initial_scale):
-        study.report()
+    for study in (depth, depth_agents, initial_scale, depth_rates, states_rates, states):
+        if study.TABLE.exists():  # its first run may still be missing
+            study.report()
     language_models()
     agents()
     for name in ('probes', 'ppo', 'speed'):
