@@ -166,7 +166,9 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
         steps = tl.cdiv(tl.cdiv(W, BS), tl.num_programs(2))
         first = part * steps * BS
         end = tl.minimum(first + steps * BS, W)
-        real = real & (part == 0)  # the first part stores the token, and counts it
+        # The first part stores the token, and counts it. The interpreter of Triton 3.9 takes no
+        # mask that was combined with a scalar.
+        real = real & (col < tl.where(part == 0, h.K, 0))
     angle = slot * angle_stride
     q, k, kn, v, _, _, _, _ = _token(qkv, b, c, cos + angle, sin + angle, h)
     window = (b * h.C + c) * S * h.K  # 64 bits; offsets within a window have 32
