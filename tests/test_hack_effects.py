@@ -8,9 +8,11 @@ import textwrap
 import numpy as np
 import pytest
 import small_runs
+import torch
 from processes import apply_hacks, run_in
 from small_runs import lm_arguments, read_log
 
+from convlstm import AgentConfig, build_agent
 from model import LanguageModel
 from support.loader import load_val, write_shard
 
@@ -57,6 +59,32 @@ def test_with_a_delay_of_two_every_other_token_is_a_stream(tmp_path):
         logits, _ = delayed(x)
         for part in (slice(0, None, 2), slice(1, None, 2)):
             assert_close(logits[:, part], run(model, x[:, part])[0])
+    """,
+    )
+
+
+def test_with_the_former_initial_scale_only_p_and_r_are_smaller(tmp_path):
+    """By sqrt(Z / (Z + D)) and sqrt(D / (Z + D)), in recurrent agents: the random numbers are the
+    same (paper/studies/initial_scale.py)."""
+    sizes = {'arch': 'convglu', 'n_layer': 2, 'n_expert': 2, 'n_embd': 96}
+    for recurrent in (True, False):
+        torch.manual_seed(0)
+        today = build_agent(AgentConfig(recurrent=recurrent, **sizes)).state_dict()
+        torch.save(today, tmp_path / f'today_{recurrent}.pt')
+    check_in_patched(
+        tmp_path,
+        'x_former_scale_convlstm',
+        f"""
+        from convlstm import AgentConfig, build_agent
+        for recurrent in (True, False):
+            torch.manual_seed(0)
+            agent = build_agent(AgentConfig(recurrent=recurrent, **{sizes}))
+            today = torch.load(f'today_{{recurrent}}.pt')
+            if recurrent:
+                today['wp'] *= (32 / (32 + 96)) ** 0.5
+                today['wr'] *= (96 / (32 + 96)) ** 0.5
+            for name, x in agent.state_dict().items():
+                assert_close(x, today[name], rtol=1e-6)
     """,
     )
 

@@ -1,9 +1,9 @@
 """Study, registered before its first run: does the initial scale of P and R matter to agents?
 
 Until commit 722027e, `fan_in` of both was Z + D in recurrent ConvGLU agents (wp and wr in
-convlstm.py). The recurrent runs of depth_agents.py are repeated with that edit, in today's order of
-random draws. It matters if the return, averaged over L and paired by seed, differs at 5% in a
-two-sided t test.
+convlstm.py). The recurrent runs of depth_agents.py are repeated with that edit, which is
+tests/hacks/x_former_scale_convlstm.patch, in today's order of random draws. It matters if the
+return, averaged over L and paired by seed, differs at 5% in a two-sided t test.
 
     python -m paper.sweep initial-scale --run --workers=2 --only="seed == 11" -- --threads=1
     python -m paper.studies.initial_scale out/initial-scale
