@@ -132,6 +132,28 @@ def test_every_norm_has_a_gain(tmp_path):
     )
 
 
+def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_only(tmp_path):
+    check_in_patched(
+        tmp_path,
+        't_dropout',
+        """
+        from model import experts
+        torch.manual_seed(0)
+        model, u = make(GPT, n_expert=1, dropout=0.3), torch.randn(999, 16).double()
+
+        def ffn(training):
+            (w, _), x = model.train(training).bind_weights(999, u.dtype), torch.zeros_like(u)[None]
+            return experts(w, u, x, None, model.config) - u
+
+        expected, found = ffn(training=False), ffn(training=True)
+        kept = found.abs() > 1e-9
+        assert abs(kept.double().mean() - 0.7) < 0.02
+        assert_close(found[kept], expected[kept] / 0.7, 1e-6)
+        assert not torch.equal(ffn(training=True), found)
+    """,
+    )
+
+
 def test_the_gru_cell_is_that_of_torch(tmp_path):
     """With the identity as the recurrent matrix of the candidate and none of the gates."""
     check_in_patched(
