@@ -54,10 +54,9 @@ import torch.distributed as dist
 
 import train_lm
 import train_sokoban
-from convlstm import AgentConfig, build_agent, set_precision
 from decode import Decoder
 from levels import generate
-from model import ModelConfig, State, build_model, randomize
+from model import State, randomize
 from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
@@ -145,13 +144,16 @@ class Cell(NamedTuple):
     C: int
     B: int  # streams per GPU, or boards
 
-    def config(self, mode: str) -> ModelConfig | AgentConfig:
-        """Return the sizes of the model. Raises UserError if they do not fit together."""
+    def build(self, mode: str, dtype: str = 'float32') -> torch.nn.Module:
+        """Return the model, as the trainer makes it. Raises UserError if sizes do not fit together.
+        dtype: of an agent's convolutions."""
         sizes = {'n_layer': self.L, 'n_expert': self.E, 'n_embd': self.D}
         if self.suite == 'sokoban':
-            return AgentConfig(arch=self.model, **sizes)
-        sizes |= {'mode': 'plain' if mode == 'plain' else 'fast', 'window': window or self.C}
-        return ModelConfig(vocab_size=vocab_size, block_size=self.C, **sizes)
+            sizes |= {'arch': self.model, 'dtype': dtype}
+            return train_sokoban.make_agent(vars(train_sokoban) | sizes)
+        sizes |= {'recurrent': self.model == 'recurrent', 'window': window or self.C}
+        sizes |= {'block_size': self.C, 'mode': 'plain' if mode == 'plain' else 'fast'}
+        return train_lm.make_model(vars(train_lm) | sizes, vocab_size)
 
 
 def find_cells(suite: str) -> list[Cell]:
@@ -171,8 +173,9 @@ def find_cells(suite: str) -> list[Cell]:
                 Cell(suite, 'recurrent', L, E, n_embd, C, B),
                 Cell(suite, 'transformer', L * E, 1, n_embd, C, B),
             ]
-    for cell in cells:
-        cell.config('eager')
+    with torch.device('meta'):  # only to check the sizes
+        for cell in cells:
+            cell.build('eager')
     return list(dict.fromkeys(cells))  # several shapes have the same transformer
 
 
@@ -201,8 +204,7 @@ def allowed_overrides(mode: str) -> set[str]:
 
 def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
-    model = build_model(cell.config(mode), cell.model == 'recurrent')
-    model = randomize(model).to(machine.device)  # processors may be faster at zeros
+    model = randomize(cell.build(mode)).to(machine.device)  # processors may be faster at zeros
     model.release()  # the segments of the cell before
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
@@ -249,7 +251,7 @@ def random_text(B: int, T: int, carries: bool, share: tuple[int, int]) -> Loader
 @torch.no_grad()
 def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up one greedy token for each of B streams with full caches."""
-    model = randomize(build_model(cell.config(mode), cell.model == 'recurrent'))
+    model = randomize(cell.build(mode))
     model = model.to(machine.device).eval()
     autocast = torch.autocast(
         torch.device(machine.device).type, torch.bfloat16, machine.compute_dtype == torch.bfloat16
@@ -279,9 +281,7 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
 def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_sokoban.py, with its rollout."""
     B, T, device = cell.B, cell.C, machine.device
-    model = build_agent(cell.config(mode)).to(device)
-    model.config.dtype = str(machine.compute_dtype).removeprefix('torch.')
-    set_precision(model)
+    model = cell.build(mode, str(machine.compute_dtype).removeprefix('torch.')).to(device)
     torch.backends.cudnn.benchmark = True
     boards = SokobanEnv(generate(1000)[0], B, device=device, first_board=machine.rank * B)
     state = model.init_state(B)

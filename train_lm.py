@@ -152,6 +152,14 @@ def lr_at(step: int) -> float:
     return final_lr_ratio + (1 - final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def make_model(settings: dict, vocab_size: int) -> torch.nn.Module:
+    """Return the language model of a run's settings, initialized. Raises UserError if they do not
+    fit together."""
+    sizes = {f.name: settings[f.name] for f in fields(ModelConfig) if f.name in settings}
+    build = build_lstm if settings['arch'] == 'lstm' else build_model
+    return build(ModelConfig(vocab_size=vocab_size, **sizes), settings['recurrent'])
+
+
 def make_optimizers(model: torch.nn.Module) -> tuple[Muon, torch.optim.AdamW]:
     """Return Muon for the matrices of the layers, and AdamW for the rest. Learning rates are
     tensors, because CUDA graphs read them at each replay; the trainer sets them from `peak_lr`."""
@@ -298,12 +306,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.compare_ranks(folder.step, shards)
 
     # model
-    sizes = {f.name: config[f.name] for f in fields(ModelConfig) if f.name in config}
-    model_config = ModelConfig(vocab_size=V, **sizes)
-    if arch == 'lstm':
-        model = build_lstm(model_config, recurrent)
-    else:
-        model = build_model(model_config, recurrent)
+    model = make_model(config, V)
     model.metadata = {'tokenizer': tokenizer}
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from convlstm import AGENT_RANGES, AgentConfig, build_agent, set_precision
+from convlstm import AGENT_RANGES, Agent, AgentConfig, build_agent, set_precision
 from levels import load_level_sets, select_levels
 from sokoban import (
     ACTION_STREAM,
@@ -218,6 +218,15 @@ def a2c_loss(batch: dict[str, Tensor], estimate: Callable = gae) -> tuple[Tensor
     return loss, torch.stack([loss, policy_loss, value_loss, entropy, explained]).detach()
 
 
+def make_agent(settings: dict) -> Agent:
+    """Return the agent of a run's settings, initialized. Raises UserError if they do not fit
+    together."""
+    sizes = {f.name: settings[f.name] for f in fields(AgentConfig) if f.name in settings}
+    agent = build_agent(AgentConfig(**sizes))
+    set_precision(agent)
+    return agent
+
+
 def make_rollout(
     model: torch.nn.Module,
     boards: SokobanEnv,
@@ -351,15 +360,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
     B = n_envs // world
 
     # model
-    sizes = {f.name: config[f.name] for f in fields(AgentConfig) if f.name in config}
-    model = build_agent(AgentConfig(**sizes))
+    model = make_agent(config)
     if folder.saved:
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
         initialize_from(model, init_from)
     model = model.to(device_)
     ranks.share_weights(model)
-    set_precision(model)
     fused.enabled = compile
 
     # levels

@@ -137,7 +137,7 @@ def test_a_window_of_another_size_is_shown(tmp_path):
     assert '| C | B | W |' in path.with_suffix('.md').read_text()
     apply_settings(*SMALL)
     (cell, _) = bench.find_cells('decode')
-    assert cell.config('eager').window == cell.C
+    assert cell.build('eager').config.window == cell.C
 
 
 def test_training_reads_its_tokens_through_the_loader(monkeypatch):
