@@ -29,7 +29,7 @@ from support.script import UserError, run_script
 import pandas
 from pandas import DataFrame
 
-from paper.figures import PUBLISHED, best_depths, runs, score, value_of
+from paper.figures import PUBLISHED, best_depths, draw_means, runs, score, value_of
 from paper.plans import Plan, Run, equal_work, grid
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 from support.run_folder import log_of, settings_of
@@ -176,7 +176,14 @@ def report(
     print(f'\n{path.stem}: what is judged (lower is better) by (recurrent, L)')
     print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(4).to_string())
     print_commits(read_rows(path, rate), blocks)
-    print(verdict(blocks) if len(blocks) == len(SEEDS) else f'{len(blocks)} of {len(SEEDS)} blocks')
+    if len(blocks) < len(SEEDS):
+        print(f'{len(blocks)} of {len(SEEDS)} blocks')
+        return
+    print(verdict(blocks))
+    means = draw_means(blocks)
+    for recurrent, kind in ((True, 'with recurrence'), (False, 'without')):
+        shares = means[recurrent].idxmin(axis=1).value_counts(normalize=True)
+        print(f'best L {kind}: ' + ', '.join(f'{L} in {x:.0%}' for L, x in shares.items()))
 
 
 def arguments() -> list[str]:

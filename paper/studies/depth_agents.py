@@ -18,6 +18,8 @@ The first line runs a block: 50 minutes on two cores of a Zen 4. The second adds
 to paper/results/depth_agents.csv, their evaluations to depth_agents_evaluations.csv.
 """
 
+import math
+
 from support.script import run_script
 
 from pandas import DataFrame
@@ -48,7 +50,9 @@ def print_change(a: DataFrame, b: DataFrame) -> None:
     print(change.to_string())
     print(f'{change.mean():.4f} ± {change.sem():.4f}, {errors:.2f} standard errors')
     if len(change) == len(SEEDS):
-        print('significant' if abs(errors) > 3.18 else 'undecided')  # Student, 3 degrees of freedom
+        x = abs(errors) / 3**0.5  # of Student's distribution with 3 degrees of freedom
+        p = 1 - 2 / math.pi * (math.atan(x) + x / (1 + x * x))
+        print(f'{"significant" if abs(errors) > 3.18 else "undecided"}, p = {p:.3f}')
 
 
 def report() -> None:

@@ -36,8 +36,11 @@ def report() -> None:
     print(former[True].agg(['mean', 'sem']).round(4).to_string())
     print_commits(read_rows(TABLE), former)
     print('\ninitial_scale: return with the former scale minus return with that of today')
-    print((former[True] - today[True]).agg(['mean', 'sem']).round(4).to_string())
+    change = (former[True] - today[True]).agg(['mean', 'sem'])
+    print(change.round(4).to_string())
     print_change(former[True], today[True])
+    mean, sem = change.loc['mean'].mean(), (change.loc['sem'] ** 2).sum() ** 0.5 / 3
+    print(f'if the errors at each L were independent: {mean / sem:.2f} standard errors')
 
 
 if __name__ == '__main__':

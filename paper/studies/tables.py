@@ -22,6 +22,7 @@ import numpy as np
 import pandas
 from pandas import DataFrame
 
+from model import ModelConfig, build_model
 from paper.figures import (
     CELL,
     PUBLISHED,
@@ -84,6 +85,16 @@ def gain(frame: DataFrame, value: str) -> dict:
     return {'y': x.mean(), 'sem': x.sem(), 'n': len(x)}
 
 
+def print_lead(processor: str, ratio: float, behind: float, doubled: float) -> None:
+    """Print how far n8 is ahead of r2 after the time of r2. ratio: the time of r2 over that of n8;
+    behind: the loss of r2 minus that of n8; doubled: what twice the updates take off that of n8."""
+    ahead = [behind + x * doubled for x in (ratio - 1, math.log2(ratio))]
+    print(
+        f'{processor}: r2 takes {ratio:.2f} times the time of n8; after it, n8 is ahead by', end=' '
+    )
+    print('{:.4f} (linear), {:.4f} (log)'.format(*ahead))
+
+
 def language_models() -> None:
     """The studies of language models."""
     # without seed 1, which chose the learning rates
@@ -102,6 +113,8 @@ def language_models() -> None:
     before = long.assign(loss=long['loss_4096']).query('seed <= 4')
     print(f'\nseeds 2 to 4, loss_4096: {best_depths(scores_of(before))[-1]}')
     blocks = depth.whole_blocks(depth.TABLE, depth.ALLOCATIONS)
+    common = [(recurrent, L) for recurrent in (True, False) for L in (2, 4, 8)]
+    print(f'registered, L = 2, 4, 8 of both: {best_depths(blocks[common])[-1]}')
     registered = DataFrame({'y': blocks.mean(), 'sem': blocks.sem(), 'n': blocks.count()})
     registered = registered.reset_index(names=['recurrent', 'n_layer'])
     registered['line'] = np.where(registered['recurrent'], 'recurrent', 'non-recurrent')
@@ -114,10 +127,23 @@ def language_models() -> None:
     rates = long.groupby('name')['bytes_per_s'].mean()
     ratio = rates['n8'] / rates
     loss = runs.groupby(['name', 'step'])['loss_4096'].mean()
-    behind, doubled = loss['r2', 688] - loss['n8', 688], loss['n8', 688] - loss['n8', 1376]
-    ahead = [behind + x * doubled for x in (ratio['r2'] - 1, math.log2(ratio['r2']))]
+    doubled = loss['n8', 688] - loss['n8', 1376]
     print(f'\nbytes/s of n8 / those of r2, r4: {ratio["r2"]:.2f}, {ratio["r4"]:.2f}')
-    print('after the time of r2, n8 is ahead by {:.4f} (linear), {:.4f} (log)'.format(*ahead))
+    print_lead('Xeon', ratio['r2'], loss['r2', 688] - loss['n8', 688], doubled)
+    undisturbed = pandas.read_csv(depth.TABLE).query('seed > 11')  # block 11 ran on a busy machine
+    seconds = undisturbed.groupby(['recurrent', 'n_layer'])['seconds'].sum()
+    means, best = blocks.mean(), [(True, 2), (False, 8)]
+    print_lead(
+        'Zen 4', seconds[best[0]] / seconds[best[1]], means[best[0]] - means[best[1]], doubled
+    )
+    pairs = study.merge(read('study_long'), on=['name', 'seed'])
+    difference = (pairs['loss_64k_x'] - pairs['loss_64k_y']).abs().max()
+    print(f'loss_64k of one seed on a Zen 5 and on a Xeon: at most {difference:.4f} apart')
+    models = [
+        build_model(ModelConfig(256, L, 16 // L, 48, n_head=2), k) for k, L in depth.ALLOCATIONS
+    ]
+    counts = [sum(p.numel() for p in model.parameters()) for model in models]
+    print(f'parameters of the registered models: {min(counts)} to {max(counts)}')
 
     other, reset = read('other_text'), read('reset')
     for value in VALUES:
@@ -185,6 +211,11 @@ def main() -> None:
     agents()
     for name in ('probes', 'ppo', 'speed'):
         print(f'\n{name}\n{read(name).to_string()}')
+    speed = read('speed').query('d == 256 and dtype == "float32" and mode in ("plain", "fast")')
+    speed = speed[speed['unit'] == 'tokens/s'].pivot(
+        index=['L', 'E'], columns='mode', values='median'
+    )
+    print(f'\nfast / plain, d = 256, fp32\n{(speed["fast"] / speed["plain"]).dropna().round(2)}')
 
 
 if __name__ == '__main__':
