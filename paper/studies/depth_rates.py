@@ -39,6 +39,7 @@ ALLOCATIONS = [(recurrent, L) for recurrent in (True, False) for L in (1, 2, 4, 
 PLAN = Plan(
     'Study: one learning rate for all depths, registered',
     [run for rate in RATES for cell in ALLOCATIONS for run in runs_of(*cell, [rate])],
+    'python -m paper.studies.depth_rates {folders}',
 )
 
 
