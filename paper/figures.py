@@ -87,7 +87,8 @@ def versions_of(settings: dict) -> str:
 def runs(folders: Folders) -> DataFrame:
     """Return a frame with a row for each run in these folders: its folder, model, plan and kind,
     all settings, `step`, `seconds`, `finished`, `loss` or `return`, the last value of everything
-    in the log (last_val_loss, ...) and the best of every evaluation (best_val_loss, ...)."""
+    in the log (last_val_loss, ...) and the best of every evaluation (best_val_loss, ...). Plans are
+    in the order of these folders, and recurrent runs come first."""
     rows, found = [], find_runs(folders)
     for folder, (settings, records) in zip(found, read_runs(found), strict=True):
         if 'recurrent' not in settings:
@@ -115,7 +116,10 @@ def runs(folders: Folders) -> DataFrame:
             else:
                 row['loss'] = last.get('val_loss')
         rows.append(row)
-    return DataFrame(rows).sort_values([*CELL, 'seed'], ignore_index=True)
+    frame = DataFrame(rows)
+    frame['order'], by = pandas.factorize(frame['plan'])[0], ['model', 'order', *CELL[2:], 'seed']
+    ascending = [name != 'kind' for name in by]
+    return frame.sort_values(by, ascending=ascending, ignore_index=True).drop(columns='order')
 
 
 def curves(folders: Folders) -> DataFrame:
@@ -310,11 +314,16 @@ def with_lines(points: DataFrame, names: Series) -> DataFrame:
     )
 
 
+def by_kind(points: DataFrame) -> DataFrame:
+    """Return points with the recurrent ones first, so that panels of a kind stand in a row."""
+    return points.sort_values('kind', ascending=False, kind='stable')
+
+
 def by_size(x: str, line: str, bars: str, frame: DataFrame) -> Figure:
     """Draw the value by one size, with a line for each value of another one."""
     points = with_published(cells(frame), 'sokoban_returns')
     points = with_lines(points, name_cells(points, [line]))
-    points = points.assign(panel=points['plan'] + ', ' + points['kind'])
+    points = by_kind(points.assign(panel=points['plan'] + ', ' + points['kind']))
     labels = {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x], label_of(frame)
     return chart(points, x, value_of(frame), labels, title_of(points), bars)
 
@@ -363,13 +372,21 @@ def learning(frame: DataFrame) -> Figure:
     x, y, labels = 'env_steps', 'return_1000', ('environment steps', 'return, 1,000 episodes')
     if value_of(frame) == 'loss':
         x, y, labels = 'tokens', 'val_loss', (f'{unit_of(frame)}s', label_of(frame))
-    shown = frame.merge(best_cells(cells(frame), ['plan', 'kind', 'n_layer'])[CELL])
+    best = best_cells(cells(frame), ['plan', 'kind', 'n_layer'])
+    sizes = best['n_expert'].astype(str) + 'x' + best['n_embd'].astype(str)
+    sizes = sizes.groupby([best['plan'], best['kind']]).agg(', '.join)
+    shown = frame.merge(best[CELL])
     data = curves(shown['folder'])[['folder', x, y]].dropna().merge(shown[['folder', *CELL]])
     if y == 'val_loss':
         data = data[data[x] >= data[x].max() / 4]
-    points = summarize(data, [*CELL, x], y)
-    panel = points['plan'] + ', ' + points['kind']
-    points = points.assign(line=name_cells(points), color=points['n_layer'], panel=panel)
+    data[x] /= 1e6
+    points = by_kind(summarize(data, [*CELL, x], y))
+    points['panel'] = [
+        f'{plan}, {kind}; E x d: {sizes[plan, kind]}'
+        for plan, kind in zip(points['plan'], points['kind'], strict=True)
+    ]
+    points['line'] = name_cells(points, ['n_layer'])
+    labels = f'{labels[0]} (millions)', labels[1]
     return chart(points, x, y, labels, title_of(points), 'std', to_scale=True)
 
 

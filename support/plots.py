@@ -4,6 +4,7 @@ trainers draw at their end: loss.png and curve.png."""
 import math
 import os
 import pathlib
+import re
 import sys
 import textwrap
 
@@ -24,6 +25,7 @@ BARS = {'sem': 'one standard error', 'std': 'one standard deviation'}
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
 PER_INCH = 13  # characters
+MANY = 50  # points of a line, which has no markers then, and a band of errors
 
 
 def plain(text: object, inches: float = 10) -> str:
@@ -45,7 +47,7 @@ def chart(
 ) -> Figure:
     """Return a figure of points: a panel for each value of their column `panel`, in it a line for
     each value of `line`, y over x. Where x is a name, there are bars in place of lines, in the
-    order in which the names first appear.
+    order in which the names first appear; lines are in the order of their sizes, as in 'L = 2'.
 
     Further columns are optional: `style` of the line; `color`, equal for lines of one color
     (default: `line`); `n`, the number of seeds: the usual one stands in the title, any other one
@@ -61,7 +63,9 @@ def chart(
     points['at'] = points[x] if to_scale else points[x].map(values.index)
     points['error'] = points[bars] if bars else math.nan
     base = base_of(points[y], points['error'].fillna(0)) if has_names else 0
-    lines, colors = list(points['line'].unique()), list(points['color'].unique())
+    looks = points.drop_duplicates('line').set_index('line')['color']
+    lines = sorted(looks.index, key=lambda line: list(map(float, re.findall('= ([0-9.]+)', line))))
+    colors = list(looks[lines].unique())
     panels, usual = points.groupby('panel', sort=False), points['n'].mode().max()
 
     figure, grid, columns = empty_panels(len(panels), lines, sharey)
@@ -77,10 +81,14 @@ def chart(
                 size = {'width': 0.8 / len(lines), 'bottom': base}
                 handles[line] = axes.bar(one['at'], one[y] - base, color=look['color'], **size)
                 look = {'color': 'black', 'ls': 'none'}
-            elif len(one) < 50:
+            elif len(one) < MANY:
                 look |= {'marker': MARKERS[(k + k // len(COLORS)) % len(MARKERS)], 'ms': 4}
             one = one.sort_values('at')
             errors = {'yerr': one['error'], 'capsize': 2} if bars else {}
+            if bars and len(one) >= MANY:
+                edges = one[y] - one['error'], one[y] + one['error']
+                axes.fill_between(one['at'], *edges, color=look['color'], alpha=0.2, lw=0)
+                errors = {}
             drawn = axes.errorbar(one['at'], one[y], label=plain(line), **errors, **look)
             handles.setdefault(line, drawn)
             note_seeds(axes, one[['at', y, 'n']], usual, to_scale)
@@ -90,10 +98,12 @@ def chart(
             axes.set_xticks(range(len(values)), map(plain, values))
         elif is_integer_dtype(points[x]):
             axes.xaxis.get_major_locator().set_params(integer=True)
-    names = [plain(line, figure.get_figwidth() - 1) for line in handles]
-    figure.legend(handles.values(), names, loc='outside lower center', ncols=columns)
+    names = [plain(line, figure.get_figwidth() - 1) for line in lines]
+    figure.legend(
+        [handles[line] for line in lines], names, loc='outside lower center', ncols=columns
+    )
     if bars and points[bars].notna().any():
-        title += f'; bars: {BARS[bars]}'
+        title += f'; ± {BARS[bars]}'
     if not math.isnan(usual):
         title += f'; n = {usual:.0f}' + (' unless noted' if points['n'].nunique() > 1 else '')
     figure.suptitle(plain(title, figure.get_figwidth()))
@@ -118,7 +128,8 @@ def empty_panels(n: int, lines: list[str], sharey: bool) -> tuple[Figure, list[A
 def base_of(values: Series, errors: Series) -> float:
     """Return where bars start: at 0, or, if that is far from all values, a little below them."""
     low, high = (values - errors).min(), (values + errors).max()
-    return 0 if low <= 0 <= high or low == high else low - (high - low) / 2
+    base = low - (high - low) / 2
+    return 0 if base <= 0 <= high or low == high else base
 
 
 def note_seeds(axes: Axes, one: DataFrame, usual: float, to_scale: bool) -> None:

@@ -18,6 +18,7 @@ from small_runs import assert_refused
 from paper import figures
 from paper.figures import runs
 from paper.studies import depth, depth_agents, depth_rates, initial_scale, tables
+from support.plots import chart
 
 SIZES = {'n_layer': 1, 'n_expert': 1, 'n_embd': 64, 'seed': 1}
 
@@ -66,7 +67,7 @@ def test_each_run_is_a_row_with_its_settings_last_and_best_values(tmp_path):
         **{'betas': '[0.8, 0.95]', 'finished': True, 'step': 7, 'seconds': 4.0, 'loss': 1.75},
         **{'last_val_loss': 1.75, 'best_val_loss': 1.5, 'last_train_loss': 1.25},
     }
-    ended, started = runs([tmp_path, folder]).to_dict('records')  # given twice, it counts once
+    started, ended = runs([tmp_path, folder]).to_dict('records')  # given twice, it counts once
     assert expected.items() <= ended.items()
     assert not started['finished'] and math.isnan(started['loss'])
 
@@ -272,6 +273,43 @@ def test_returns_stand_beside_the_papers():
     }
 
 
+def test_plans_stand_in_the_order_given_and_recurrent_ones_first(tmp_path):
+    """Panels of a kind stand in a row; lines and bars are ordered by their sizes."""
+    folders = [tmp_path / plan for plan in ('small', 'medium', 'large')]
+    for folder, recurrent, d in itertools.product(folders, (False, True), (64, 256, 1024)):
+        for L in (16, 2):
+            name = folder / f'{recurrent}-{d}-{L}'
+            write_lm(name, 3.0, 2.0, recurrent=recurrent, n_embd=d, n_layer=L, n_expert=16 // L)
+    frame = runs(folders)
+    kinds = ('recurrent', 'non-recurrent')
+    plans = [folder.name for folder in folders]
+    assert [*frame.groupby(['plan', 'kind'], sort=False).groups] == [
+        *itertools.product(plans, kinds)
+    ]
+    figure = figures.FIGURES['allocations'](frame)
+    panels = [axes.get_title() for axes in figure.axes]
+    assert panels == [f'{plan}, {kind}' for kind in kinds for plan in plans]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ['d = 64', 'd = 256', 'd = 1024']
+    figure = figures.learning(frame)
+    assert figure.axes[0].get_title() == 'small, recurrent; E x d: 8x64, 1x64'
+    assert figure.axes[0].get_xlabel() == 'tokens (millions)'
+
+
+def test_a_long_line_has_a_band_of_errors():
+    points = [
+        {'panel': '', 'line': f'L = {L}', 'x': x, 'y': L * x, 'std': 1.0}
+        for L in (16, 2)
+        for x in range(60)
+    ]
+    figure = chart(points, 'x', 'y', ('x', 'y'), 'title', 'std', to_scale=True)
+    band, *others = figure.axes[0].collections
+    assert band.get_datalim(figure.axes[0].transData).bounds[1] == -1
+    assert figure.get_suptitle() == 'title; ± one standard deviation'
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ['L = 2', 'L = 16']
+
+
 # ---- tables and the command ----
 
 
@@ -300,7 +338,7 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     assert r'Transformer|a[1],$x_{\|$|recurrent|4|1|64|2.5|0.70711|0.5|2|True' in table
     assert 'smaller with recurrence in ' in table
     curves = bars_of(figures.learning(runs(plan).query('finished')))
-    assert [y for y, _ in curves['L = 4, E = 1, d = 64']] == [8.0, 7.0, 6.0, 2.5]
+    assert [y for y, _ in curves['L = 4']] == [8.0, 7.0, 6.0, 2.5]
 
 
 def test_a_learning_rate_that_is_the_only_axis_is_drawn(tmp_path, monkeypatch, capsys):
