@@ -1,17 +1,19 @@
-"""Check an edit of the project in every mode: about a minute on two cores.
+"""Check an edit of the project in every mode: one to two minutes on two cores.
 
 $ python check_edit.py                # or: make check-edit
 $ python check_edit.py --z_loss=0.01  # settings of the edit, or: make check-edit ARGS=--z_loss=0.01
+$ python check_edit.py --part=recurrent-lm --stage=evaluation  # while you mend it: seconds
 
 Language models and agents, recurrent and non-recurrent, are checked in a process each: those of
-which the edit changes a file since git's HEAD, or all if it changes none.
+which the edit changes a file since git's HEAD, or all if it changes none. The stages:
 
-- A small random language model trains in every mode and dtype. Losses, gradients and state must be
+- training: a small random model trains in every mode and dtype. Losses, gradients and state must be
   those of the `plain` mode in float64, which is autograd over the equations, token by token. `fast`
   is unroll.py, `compiled` goes through torch.compile, and `recomputed` runs a chunk in segments.
-- Decoding and validation must give the logits and losses of one forward.
-- A small random agent trains in every dtype, compiled or not, and runs step by step.
-- The scripts train a small model, resume it in a new process, evaluate, export and use it.
+  An agent runs `eager` or compiled.
+- evaluation: decoding and validation must give the logits and losses of one forward, and the steps
+  of an agent those of an unroll.
+- scripts: they train a small model, resume it in a new process, evaluate, export and use it.
 
 Each line says what was compared and how much it differs, relative to its size. A line that starts
 with WRONG names a mode that disagrees, and the exit status is then 1.
@@ -51,22 +53,24 @@ from torch import Tensor
 import train_lm
 import train_sokoban
 import unroll
-from convlstm import Agent, AgentConfig, build_agent, load_agent
+from convlstm import Agent, AgentConfig, build_agent
 from decode import Decoder
-from lstm import load_model
 from model import LanguageModel, ModelConfig, build_model, randomize
 from support import compiling
 from support.code import modules_of
-from support.run_folder import LAST, PREV, load_checkpoint, log_of
+from support.files import read_json, read_tensors
+from support.loader import find_shards, load_val
+from support.run_folder import CONFIG, LAST, PREV, WEIGHTS, load_checkpoint, log_of, settings_of
 from support.stream import Stream
 
 # -----------------------------------------------------------------------------
 # fmt: off
 all = False            # check language models and agents, whatever the edit changes
 part = ''              # check one of PARTS alone
+stage = ''             # check one of STAGES alone
 detaches = False       # the edit stops gradients on purpose: they are not the slope of the loss
-backend = 'aot_eager'  # of torch.compile: 'aot_eager' captures and differentiates, 'inductor' also
-                       # generates code, as training does, which takes minutes
+backend = 'aot_eager'  # of torch.compile: 'eager' captures, 'aot_eager' also differentiates, and
+                       # 'inductor' generates code, as training does, which takes minutes
 # fmt: on
 # -----------------------------------------------------------------------------
 PARTS = {  # trainer, recurrent
@@ -75,7 +79,12 @@ PARTS = {  # trainer, recurrent
     'recurrent-agent': (train_sokoban, True),
     'nonrecurrent-agent': (train_sokoban, False),
 }
-RANGES = {'part': ['', *PARTS], 'backend': ['aot_eager', 'inductor']}
+STAGES = ('training', 'evaluation', 'scripts')
+RANGES = {
+    'part': ['', *PARTS],
+    'stage': ['', *STAGES],
+    'backend': ['eager', 'aot_eager', 'inductor'],
+}
 ROOT = Path(__file__).resolve().parent
 # The scripts of language models and of agents, the trainer first. Their files, and those that they
 # import, are the files of a part.
@@ -86,7 +95,7 @@ SCRIPTS = {
 # Settings of what runs in all modes, and of what the scripts train; those of the edit replace them.
 TINY = {
     train_lm: """--n_layer=2 --n_expert=3 --n_embd=24 --n_head=2 --n_kv_head=1 --window=3
-        --block_size=7 --router_dim=5""".split(),
+        --block_size=22 --router_dim=5""".split(),
     train_sokoban: '--n_layer=2 --n_expert=3 --n_embd=8 --head_dim=16 --router_dim=5'.split(),
 }
 SMALL = {
@@ -100,7 +109,6 @@ SMALL = {
         --compile=False --threads=1 --device=cpu --dtype=float32""".split(),
 }
 VOCAB = 11  # of the language models that run in all modes
-LONG = 2 * unroll.TILE + 2  # tokens of a chunk of three segments
 MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES
     'plain': ('plain', False, 2**30),
     'fast': ('fast', False, 2**30),
@@ -188,9 +196,14 @@ def compare(mode: str, what: str, found: dict, expected: dict, precision: Precis
     report(mode, f'{what}, differences: {", ".join(texts)}', agrees)
 
 
-def seed() -> Tensor:
-    """Seed what an edit may draw, and return the random state."""
-    return torch.manual_seed(0).get_state()
+def seed() -> None:
+    """Seed what an edit may draw."""
+    torch.manual_seed(0)
+
+
+def has_drawn() -> bool:
+    """Return whether random numbers have been drawn since seed()."""
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
 
 
 def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precision], dict]) -> dict:
@@ -204,11 +217,11 @@ def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precisi
             found = run(mode, precision)
             if reference is None:
                 reference = expected = found
-                is_random = not torch.equal(torch.get_rng_state(), seed())
-                text = ', which draws random numbers' if is_random else ''
-                report(name, f'{what}: the reference{text}')
+                is_random = has_drawn()
+                report(name, f'{what}: the reference')
             elif is_random and mode == modes[0]:
                 expected = found
+                report(name, f'{what}: the reference, because other dtypes draw other numbers')
             else:
                 compare(name, what, found, expected, precision)
     return reference
@@ -255,15 +268,14 @@ def random_tokens(*shape: int) -> Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
 
 
-def train(mode: str, precision: Precision, T: int, updates: int, rows: int = 2) -> dict[str, dict]:
-    """Train a model on chunks of T tokens of two streams, as train_lm.py does but by plain gradient
+def train(mode: str, precision: Precision, rows: int = 2) -> dict[str, dict]:
+    """Train a model on two chunks of two streams, as train_lm.py does but by plain gradient
     descent. Return the losses, the gradients in the last update and the state after it. rows: of a
     micro-batch."""
-    model = make_lm(mode, precision)
-    model.release()  # segments of the mode before
+    model, T = make_lm(mode, precision), train_lm.block_size
     stream = Stream(model, 2, T, rows, compute_dtype=precision.products, carries=model.recurrent)
     losses, grads = {}, {}
-    for i, tokens in enumerate(random_tokens(updates, 2, T + 1)):
+    for i, tokens in enumerate(random_tokens(2, 2, T + 1)):
         losses[f'loss {i + 1}'] = loss = torch.zeros_like(model.head[0, 0])
         chunk = train_lm.make_chunk(model, 2, loss, stream.autocast)
         stream.run('train', chunk, tokens[:, :-1], tokens[:, 1:])
@@ -271,38 +283,32 @@ def train(mode: str, precision: Precision, T: int, updates: int, rows: int = 2) 
             grads[name] = torch.zeros_like(p) if p.grad is None else p.grad
             p.data -= 0.1 * grads[name]
             p.grad = None
-    if 'recomputed' in mode and not unroll._segments:
-        raise RuntimeError('the chunk was not recomputed in segments')
     state = {'state': stream.state._asdict()} if model.recurrent else {}
     return {'losses': losses, 'gradients': grads, **state}
 
 
 def check_training() -> None:
-    """Compare the modes of training on short chunks, on long ones and in micro-batches, and check
-    that every weight is trained."""
-    T = train_lm.block_size
+    """Compare the modes of training, also in micro-batches, and check that every weight is
+    trained."""
     modes = ('plain', 'fast', 'compiled')
-    reference = compare_modes(f'3 chunks of {T} tokens', modes, partial(train, T=T, updates=3))
     if train_lm.recurrent:
-        modes = ('plain', 'fast', 'recomputed', 'compiled recomputed')
-        compare_modes(f'2 chunks of {LONG} tokens', modes, partial(train, T=LONG, updates=2))
+        modes += ('recomputed', 'compiled recomputed')
+    reference = compare_modes(f'2 chunks of {train_lm.block_size} tokens', modes, train)
     with checking('micro-batches'):
-        found = train('fast', FLOAT64, T, updates=3, rows=1)
-        if reference and torch.equal(
-            torch.get_rng_state(), seed()
-        ):  # otherwise other rows draw other numbers
+        found = train('fast', FLOAT64, rows=1)
+        if has_drawn():
+            report('micro-batches', 'not compared, because other rows draw other numbers')
+        elif reference:
             compare('micro-batches', '1 row instead of 2', found, reference, FLOAT64)
     with checking('optimizers'):
         model = make_lm('fast', FLOAT32)
         groups = [group for x in train_lm.make_optimizers(model) for group in x.param_groups]
         trained = [id(p) for group in groups for p in group['params']]
         odd = [name for name, p in model.named_parameters() if trained.count(id(p)) != 1]
-        text = (
-            f'in none, or in several: {", ".join(odd)}' if odd else 'each weight is in one of them'
-        )
+        text = f'in none, or in several: {", ".join(odd)}' if odd else 'one for each weight'
         report('optimizers', text, not odd)
     with checking('gradients'):
-        model, (x, y) = make_lm('plain', FLOAT64), random_tokens(2, 2, T)
+        model, (x, y) = make_lm('plain', FLOAT64), random_tokens(2, 2, train_lm.block_size)
         check_gradients(model, lambda: model(x, y)[0].objective)
 
 
@@ -327,44 +333,32 @@ def decode(mode: str, precision: Precision) -> dict[str, dict]:
 
 
 @torch.no_grad()
-def check_validation() -> None:
-    """Compare the loss of texts that are read in batches and chunks with that of each text in one
-    forward, and with that of a forward for training."""
+def validate(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the loss of three texts of 23 tokens: each in one forward, or as texts are validated,
+    in batches and chunks."""
     x, y = random_tokens(2, 3, 23)
-    model = make_lm('fast', FLOAT64).eval()
-    texts = zip(x.split(1), y.split(1), strict=True)
-    alone = [model(*text, model.init_state(1))[0].cross_entropy for text in texts]
-    expected = torch.stack(alone).mean()
-
-    def compare_loss(what: str, loss: Tensor) -> None:
-        compare('validation', what, {'loss': {'': loss}}, {'loss': {'': expected}}, FLOAT64)
-
-    with torch.enable_grad():
-        compare_loss('with gradients', model(x, y, model.init_state(3))[0].cross_entropy.detach())
-    for mode, rows, T in (('fast', 3, 23), ('fast', 2, 4), ('compiled', 3, 10)):
-        model = make_lm(mode, FLOAT64).eval()
-        loss, n = Stream(model, rows, T, rows, may_shrink=True).score(x, y)
-        compare_loss(f'{mode}, {rows} texts at a time, {T} tokens per chunk', loss / n)
+    model = make_lm('compiled' if mode == 'validation compiled' else 'fast', precision).eval()
+    if mode == 'text by text':
+        rows, T = 1, 23
+    elif mode == 'validation in chunks':
+        rows, T = 2, 4
+    else:
+        rows, T = 3, 23
+    options = {'may_shrink': True, 'compute_dtype': precision.products}
+    loss, n = Stream(model, rows, T, rows, **options).score(x, y)
+    return {'loss': {'': loss / n}}
 
 
-def check_lm(edit: list[str]) -> None:
-    """Check a language model. An LSTM has no modes, and cannot be sampled."""
-    if train_lm.arch == 'experts':
-        check_training()
-        compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
-        with checking('validation'):
-            check_validation()
-    with tempfile.TemporaryDirectory() as folder:
-        fixed = [*SMALL[train_lm], f'--data_dir={folder}/data']
-        tokenizer = [x for x in [*fixed, *edit] if setting_of(x) == 'tokenizer'][-1]
-        Path(folder, 'text').write_text('Fellow citizens of the Senate and of the House. ' * 4)
-        options = ('sample.py', '--device=cpu', '--dtype=float32')
-        uses = {'scored': (*options, f'--score={folder}/text')}
-        if train_lm.arch == 'experts':
-            uses['sampled'] = (*options, '--prompt=Fellow citizens', '--max_new_tokens=9')
-        with checking('data'):
-            run_here('data_fineweb.py', '--demo=True', fixed[-1], tokenizer)
-        check_scripts(Path(folder), fixed, edit, load_model, uses)
+def forward(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the loss of texts as short as the window, so that the non-recurrent model sees the
+    same in training, without a state, as in validation, with one."""
+    model = make_lm('fast', precision).eval()
+    x, y = random_tokens(2, 3, min(layer.window for layer in model.layers))
+    state = model.init_state(3) if mode == 'with a state' else None
+    with torch.autocast('cpu', torch.bfloat16, enabled=precision is BFLOAT16):
+        with torch.set_grad_enabled(state is None):
+            loss, _ = model(x, y, state)
+    return {'loss': {'': loss.cross_entropy.detach()}}
 
 
 # ---- agents in all modes ----
@@ -390,8 +384,8 @@ def agent_loss(agent: Agent, obs: Tensor, start: Tensor) -> Tensor:
     return logits.square().mean() + (value - 1).square().mean()
 
 
-def train_agent(mode: str, precision: Precision) -> dict[str, dict]:
-    """Return the loss of an agent and its gradients."""
+def run_agent(mode: str, precision: Precision) -> dict[str, dict]:
+    """Return the loss of an agent in an unroll, and its gradients."""
     agent, obs, start = make_agent(precision)
     compiling.fused.enabled = mode == 'compiled'
     loss = agent_loss(agent, obs, start)
@@ -419,16 +413,12 @@ def act(mode: str, precision: Precision) -> dict[str, dict]:
     return {'logits': {'': logits}, 'values': {'': value}}
 
 
-def check_agent(edit: list[str]) -> None:
-    """Check an agent."""
-    compare_modes('an unroll of 5 steps', ('eager', 'compiled'), train_agent)
-    compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
+def check_agent_training() -> None:
+    """Compare the modes of an unroll, and check that every weight is trained."""
+    compare_modes('an unroll of 5 steps', ('eager', 'compiled'), run_agent)
     with checking('gradients'):
         agent, obs, start = make_agent(FLOAT64)
         check_gradients(agent, lambda: agent_loss(agent, obs, start))
-    uses = {'played': ('play_sokoban.py', '--device=cpu', '--measure=True', '--n_levels=16')}
-    with tempfile.TemporaryDirectory() as folder:
-        check_scripts(Path(folder), SMALL[train_sokoban], edit, load_agent, uses)
 
 
 # ---- the scripts ----
@@ -504,18 +494,20 @@ def report_unequal(mode: str, what: str, a: object, b: object) -> None:
     report(mode, f'{what} differ in{",".join(odd[:4])}' if odd else f'{what} are equal', not odd)
 
 
-def check_scripts(
-    folder: Path, fixed: list[str], edit: list[str], load: Callable, uses: dict[str, tuple]
-) -> None:
-    """Train a small model by its trainer; resume, evaluate, export and use it.
-
-    folder: for the results; fixed: arguments besides those of the edit; load(folder, which) returns
-    the model in a folder; uses: scripts with arguments, the first of which exports."""
+def check_scripts(folder: Path, edit: list[str]) -> None:
+    """Train a small model by its trainer; resume, evaluate, export and use it. folder: for what the
+    scripts write."""
+    compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES['fast'][1:]
     trainer, recurrent = PARTS[part]
     script = SCRIPTS[trainer][0]
-    compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES['fast'][1:]
-    fixed = [*fixed, f'--recurrent={recurrent}', f'--arch={trainer.arch}']
     run, resumed, export, other = (folder / x for x in ('run', 'resumed', 'export', 'other'))
+    fixed = [*SMALL[trainer], f'--recurrent={recurrent}', f'--arch={trainer.arch}']
+    if trainer is train_lm:
+        fixed.append(f'--data_dir={folder}/data')
+        tokenizer = [x for x in [*fixed, *edit] if setting_of(x) == 'tokenizer'][-1]
+        with checking('data'):
+            run_here('data_fineweb.py', '--demo=True', fixed[-1], tokenizer)
+
     with checking('trained'):
         run_here(script, *fixed, *edit, f'--out_dir={run}')
         text = losses_in(run)
@@ -533,27 +525,25 @@ def check_scripts(
         report_unequal('resumed', 'half-way in a new process: the ends', *results)
 
     with checking('exported'):
-        exporter = next(iter(uses.values()))[0]
+        exporter = 'sample.py' if trainer is train_lm else 'play_sokoban.py'
         run_here(exporter, f'--out_dir={run}', '--which=last', f'--export={export}')
-        models = [load(str(x), 'last') for x in (run, export)]
-        models = [[x.entries(), x.state_dict()] for x in models]
-        report_unequal('exported', 'settings and weights of run and export', *models)
-    last = log_of(run)[-1]
-    logged = f'loss {last["val_loss"]:.4f} ' if 'val_loss' in last else ''
-    logged = logged or f'return {last["eval_return"]:.2f},'
-    for name, x in (('run', run), ('export', export)):
-        with checking(f'evaluated {name}'):
+        saved, entries = load_checkpoint(run / LAST), read_json(export / CONFIG)
+        entries = {name: entries.get(name) for name in saved['entries']}
+        found = [entries, read_tensors(export / WEIGHTS)]
+        expected = [saved['entries'], saved['model']]
+        report_unequal('exported', 'settings and weights of run and export', found, expected)
+
+    if trainer is train_lm:
+        logged = f'loss {log_of(run)[-1]["val_loss"]:.4f} '
+        use = use_lm
+    else:
+        logged = f'return {log_of(run)[-1]["eval_return"]:.2f},'
+        use = use_agent
+    for x in (run, export):
+        with checking(f'evaluated {x.name}'):
             printed = run_here(script, f'--out_dir={x}', '--eval_only=True')
-            text = f'logged {logged}, now: {printed.splitlines()[-1]}'
-            text = 'as logged' if logged in printed else text
-            report(f'evaluated {name}', text, logged in printed)
-    for mode, arguments in uses.items():
-        with checking(mode):
-            printed = [
-                run_here(*arguments, '--which=last', f'--out_dir={x}').replace(str(x), '')
-                for x in (run, export)
-            ]
-            report_unequal(mode, 'results of run and export', *printed)
+            report_printed(f'evaluated {x.name}', printed, logged)
+    use(run, export)
 
     for argument in edit:
         others = [x for x in edit if x != argument]
@@ -565,6 +555,51 @@ def check_scripts(
             else:
                 if not unequal(log_of(run), log_of(other)):
                     report('settings', f'{argument} changes nothing')
+
+
+def report_printed(mode: str, printed: str, logged: str) -> None:
+    """Report whether a script has printed the result that a run has logged."""
+    text = f'logged {logged} now: {printed.splitlines()[-1]}'
+    report(mode, 'as logged' if logged in printed else text, logged in printed)
+
+
+@torch.no_grad()
+def use_lm(run: Path, export: Path) -> None:
+    """Load a language model from a run and from its export, score a text, and sample."""
+    settings = settings_of(run)
+    logged = {'loss': {'': torch.tensor(log_of(run)[-1]['val_loss'])}}
+    text = run.parent / 'text'
+    text.write_text('Fellow citizens of the Senate and of the House. ' * 4)
+    options = ('sample.py', '--which=last', '--device=cpu', '--dtype=float32')
+    uses = {'scored': (*options, f'--score={text}')}
+    if train_lm.arch == 'experts':  # an LSTM cannot be sampled
+        uses['sampled'] = (*options, '--prompt=Fellow citizens', '--max_new_tokens=9')
+        for x in (run, export):
+            with checking(f'loaded {x.name}'):
+                model = LanguageModel.load_trained(x, 'last')
+                shards = find_shards(settings['data_dir'], 'val')
+                sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
+                texts = load_val(shards, *sizes)
+                loss, _ = model(*texts, model.init_state(len(texts[0])))
+                found = {'loss': {'': loss.cross_entropy}}
+                compare(f'loaded {x.name}', 'validated and as logged', found, logged, FLOAT32)
+    for mode, arguments in uses.items():
+        with checking(mode):
+            printed = [
+                run_here(*arguments, f'--out_dir={x}').replace(str(x), '') for x in (run, export)
+            ]
+            report_unequal(mode, 'results of run and export', *printed)
+
+
+def use_agent(run: Path, export: Path) -> None:
+    """Let an agent from a run and from its export play the evaluation levels."""
+    logged = f'return {log_of(run)[-1]["eval_return"]:.2f},'
+    games = settings_of(run)['eval_games']
+    options = ('--which=last', '--device=cpu', '--measure=True', f'--n_levels={games}')
+    for x in (run, export):
+        with checking(f'played {x.name}'):
+            printed = run_here('play_sokoban.py', *options, f'--out_dir={x}')
+            report_printed(f'played {x.name}', printed, logged)
 
 
 # ---- what is checked ----
@@ -610,6 +645,7 @@ def check_part(edit: list[str]) -> int:
     global title
     trainer, recurrent = PARTS[part]
     torch.set_num_threads(1)
+    unroll.TILE = 10  # so that a chunk of TINY's block_size has three segments
     logging.disable(logging.ERROR)  # torch.compile logs the errors that it raises, too
     torch._dynamo.config.recompile_limit = 256  # as in compiling.compiled
     torch._dynamo.config.accumulated_recompile_limit = 4096
@@ -627,7 +663,7 @@ def check_part(edit: list[str]) -> int:
             configure(vars(trainer), arguments, quiet=True)
             if trainer is train_sokoban:
                 make_agent(FLOAT64)
-            elif arch == 'experts':
+            else:  # an LSTM has the settings of a model of experts
                 make_lm('plain', FLOAT64)
         except UserError as error:
             report('not checked', str(error))
@@ -635,8 +671,26 @@ def check_part(edit: list[str]) -> int:
         except Exception:  # noqa: BLE001  every mode will raise it, and be named
             pass
         is_checked = True
-        (check_lm if trainer is train_lm else check_agent)(edit)
+        if arch != 'lstm':  # which has no modes
+            check_modes(trainer)
+        if stage in ('', 'scripts'):
+            with tempfile.TemporaryDirectory() as folder:
+                check_scripts(Path(folder), edit)
     return 1 if wrong else 0 if is_checked else 2
+
+
+def check_modes(trainer: ModuleType) -> None:
+    """Check the stages training and evaluation."""
+    if stage in ('', 'training'):
+        check_training() if trainer is train_lm else check_agent_training()
+    if stage in ('', 'evaluation'):
+        if trainer is train_lm:
+            compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
+            modes = ('text by text', 'validation', 'validation in chunks', 'validation compiled')
+            compare_modes('3 texts of 23 tokens', modes, validate)
+            compare_modes('3 short texts', ('with a state', 'as in training'), forward)
+        else:
+            compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
 
 
 def join_values(arguments: list[str]) -> list[str]:
@@ -660,14 +714,15 @@ def main() -> int:
     arguments = join_values(sys.argv[1:])
     configure(globals(), [x for x in arguments if setting_of(x) in {*own, 'help'}], quiet=True)
     edit = [x for x in arguments if setting_of(x) not in own]
-    if part:
-        return check_part(edit)
-
-    trainers = [x for x in SCRIPTS if all or changed_files(x)] or list(SCRIPTS)
+    trainers = list(SCRIPTS)
+    if not part:
+        trainers = [x for x in SCRIPTS if all or changed_files(x)] or trainers
     scripts = [Script(trainer.__file__) for trainer in trainers]
     for name in map(setting_of, edit):
         if not any(name in script.defaults for script in scripts):
             scripts[0].check(name, None, 'command line')  # raises UserError
+    if part:
+        return check_part(edit)
     parts = []
     for name, (trainer, recurrent) in PARTS.items():
         if trainer not in trainers:

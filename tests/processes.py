@@ -39,11 +39,20 @@ def apply_hacks(folder, *hacks):
     """Copy the modules of the project to `folder`, and apply patches of tests/hacks there."""
     for file in ROOT.glob('*.py'):
         shutil.copy(file, folder)
-    for name in ('corpus', 'support'):
-        (folder / name).symlink_to(ROOT / name)
+    ignore = shutil.ignore_patterns('__pycache__')
+    shutil.copytree(ROOT / 'support', folder / 'support', ignore=ignore, dirs_exist_ok=True)
+    if not (folder / 'corpus').exists():
+        (folder / 'corpus').symlink_to(ROOT / 'corpus')
     for hack in hacks:
         patch = ROOT / 'tests' / 'hacks' / f'{hack}.patch'
         subprocess.run(['git', 'apply', str(patch)], cwd=folder, check=True)
+
+
+def run_check_edit(folder, *arguments):
+    """Run check_edit.py of a copy of the project. Return its exit status and what it prints."""
+    command = [folder / 'check_edit.py', '--backend=eager', *arguments]
+    done = run(command, cwd=folder, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
 
 
 def run_in(folder, *command):

@@ -154,6 +154,27 @@ def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_on
     )
 
 
+def test_gradients_flow_through_two_chunks(tmp_path):
+    """The loss and the gradients of a micro-batch that runs as two chunks are those of one."""
+    apply_hacks(tmp_path, 'm_two_chunks')
+    code = """if True:
+        import contextlib, unroll
+        from reference import assert_close, assert_same_gradients, gradients, make, tokens
+        from model import RecurrentGPT
+        from train_lm import make_chunk
+        unroll.TILE = 3
+        model, x, y = make(RecurrentGPT), tokens(2, 10), tokens(2, 10, seed=1)
+        loss, _ = model(x, y)
+        expected, total = gradients(model, loss.objective), 0 * model.head[0, 0].detach()
+        chunk = make_chunk(model, 2, total, contextlib.nullcontext())
+        chunk(x, y, tuple(model.init_state(2)))
+        assert_close(total, loss.cross_entropy)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        assert_same_gradients(model, found, expected)
+    """
+    run_in(tmp_path, '-c', code)
+
+
 def test_the_gru_cell_is_that_of_torch(tmp_path):
     """With the identity as the recurrent matrix of the candidate and none of the gates."""
     check_in_patched(

@@ -1,0 +1,229 @@
+"""Test that check_edit.py names the modes in which an edit is wrong.
+
+Each edit here replaces texts in a copy of the project. Most are wrong in one mode alone."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+from processes import apply_hacks, run_check_edit
+from small_runs import error_of
+
+import check_edit
+
+EXACT = ('float64', 'float32')  # the dtypes in which small differences are seen
+
+
+@dataclass
+class Edit:
+    part: str
+    stage: str
+    changes: list[tuple[str, str, str]]  # file, text, what replaces it
+    wrong: set[str]  # the modes that are to be named
+
+
+def in_dtypes(*modes, dtypes=('float64', 'float32', 'bfloat16')):
+    """Return the names of modes in each dtype."""
+    return {f'{mode} {dtype}' for mode in modes for dtype in dtypes}
+
+
+EDITS = {
+    'a gain in float32, which no product in bfloat16 takes': Edit(
+        part='nonrecurrent-lm',
+        stage='training',
+        changes=[
+            ('model.py', '    window: int  # W', '    gain: Tensor\n    window: int  # W'),
+            (
+                'model.py',
+                '        self.window = config.window\n',
+                '        self.window = config.window\n'
+                '        self.gain = nn.Parameter(torch.ones(D))\n',
+            ),
+            (
+                'model.py',
+                '            window=self.window,\n',
+                '            gain=self.gain, window=self.window,\n',
+            ),
+            ('model.py', 'attend(w.wqkv(x), cache)', 'attend(w.wqkv(x * w.gain), cache)'),
+        ],
+        wrong={f'{mode} bfloat16' for mode in ('plain', 'fast', 'compiled')},
+    ),
+    'dropout wherever gradients are enabled': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[
+            (
+                'model.py',
+                '    x = w.down(activation(w.up(x)))\n',
+                '    x = w.down(activation(w.up(x)))\n'
+                '    if torch.is_grad_enabled():\n        x = F.dropout(x, 0.3)\n',
+            ),
+        ],
+        wrong=in_dtypes('recomputed', 'compiled recomputed'),
+    ),
+    'no gradient from segment to segment': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[('unroll.py', '            segment.out_grad[-1] += ds\n', '')],
+        wrong=in_dtypes('recomputed', 'compiled recomputed'),
+    ),
+    'another activation where it is compiled': Edit(
+        part='nonrecurrent-lm',
+        stage='training',
+        changes=[
+            (
+                'model.py',
+                '    return F.relu(x).square()\n',
+                '    if torch.compiler.is_compiling():\n        return F.relu(x)\n'
+                '    return F.relu(x).square()\n',
+            ),
+        ],
+        wrong=in_dtypes('compiled'),
+    ),
+    'a scale that decoding lacks': Edit(
+        part='nonrecurrent-lm',
+        stage='evaluation',
+        changes=[
+            (
+                'model.py',
+                'return head_input(s, self.config)',
+                'return 2 * head_input(s, self.config)',
+            )
+        ],
+        wrong=in_dtypes('decoding', 'decoding compiled'),
+    ),
+    'other values from the chunk before': Edit(
+        part='nonrecurrent-lm',
+        stage='evaluation',
+        changes=[('model.py', 'v.to(w.dtype))\n    cache', '2 * v.to(w.dtype))\n    cache')],
+        wrong=in_dtypes('decoding', 'decoding compiled', 'validation in chunks', dtypes=EXACT),
+    ),
+    'other values where there is a mask': Edit(
+        part='nonrecurrent-lm',
+        stage='evaluation',
+        changes=[
+            (
+                'model.py',
+                '        y = attention(q, k, v, self.mask)',
+                '        if self.mask is not None:\n            v = 2 * v\n'
+                '        y = attention(q, k, v, self.mask)',
+            ),
+        ],
+        wrong=in_dtypes('decoding', 'decoding compiled')
+        | in_dtypes('as in training', dtypes=EXACT),
+    ),
+    'steps of an agent without the scale of its unroll': Edit(
+        part='recurrent-agent',
+        stage='evaluation',
+        changes=[
+            ('convlstm.py', 'start.shape), value.unflatten', 'start.shape), 2 * value.unflatten')
+        ],
+        wrong=in_dtypes('steps', 'steps compiled'),
+    ),
+    'a warm-up after each start': Edit(
+        part='nonrecurrent-lm',
+        stage='scripts',
+        changes=[
+            (
+                'train_lm.py',
+                '    update = make_update(',
+                '    first = step\n    update = make_update(',
+            ),
+            (
+                'train_lm.py',
+                'update(lr_at(step))',
+                'update(lr_at(step) * min(1, (step - first + 1) / 3))',
+            ),
+        ],
+        wrong={'resumed'},
+    ),
+    'a setting that only the trainer knows': Edit(
+        part='nonrecurrent-lm',
+        stage='scripts',
+        changes=[
+            ('model.py', '    cuda_graphs = False', '    scale = 1.0\n    cuda_graphs = False'),
+            (
+                'model.py',
+                'return head_input(s, self.config)',
+                'return self.scale * head_input(s, self.config)',
+            ),
+            (
+                'train_lm.py',
+                '    model.cuda_graphs =',
+                '    model.scale = 0.5\n    model.cuda_graphs =',
+            ),
+        ],
+        wrong={'loaded run', 'loaded export'},
+    ),
+}
+SHORT = (
+    'steps of an agent without the scale of its unroll',
+    'a setting that only the trainer knows',
+)
+
+
+def apply_edit(folder, changes):
+    """Copy the project to `folder`, and replace texts there."""
+    apply_hacks(folder)
+    for name, text, new in changes:
+        source = (folder / name).read_text()
+        assert source.count(text) == 1, f'{name}: {text}'
+        (folder / name).write_text(source.replace(text, new))
+
+
+def wrong_modes(printed):
+    """Return the modes named by the lines that start with WRONG, but for the last."""
+    return set(re.findall(r'^WRONG [\w -]+, ([\w ]+):', printed, re.M))
+
+
+@pytest.mark.parametrize(
+    'name', [x if x in SHORT else pytest.param(x, marks=pytest.mark.long) for x in EDITS]
+)
+def test_the_modes_of_a_wrong_edit_are_named(tmp_path, name):
+    edit = EDITS[name]
+    apply_edit(tmp_path, edit.changes)
+    status, printed = run_check_edit(tmp_path, f'--part={edit.part}', f'--stage={edit.stage}')
+    assert status == 1 and wrong_modes(printed) == edit.wrong, printed
+
+
+def apply_top_k(folder):
+    """Apply the patch n_top_k, and let the model refuse settings that do not fit together."""
+    apply_hacks(folder, 'n_top_k')
+    source = (folder / 'model.py').read_text()
+    refusal = """        if self.active_experts and not self.routed:
+            raise UserError(f'active_experts = {self.active_experts}: needs a softmax aggregation')
+"""
+    text = '        D = self.n_embd\n'
+    assert source.count(text) == 1
+    (folder / 'model.py').write_text(source.replace(text, refusal + text))
+
+
+def test_settings_that_the_model_refuses_are_not_checked(tmp_path):
+    apply_top_k(tmp_path)
+    status, printed = run_check_edit(tmp_path, '--part=recurrent-lm', '--active_experts=2')
+    line = 'not checked: active_experts = 2: needs a softmax aggregation'
+    assert status == 2 and all(x.endswith(line) for x in printed.splitlines()), printed
+
+
+@pytest.mark.long
+def test_a_setting_that_another_needs_is_named(tmp_path):
+    apply_top_k(tmp_path)
+    options = ('--part=nonrecurrent-lm', '--stage=scripts')
+    settings = ('--active_experts=2', '--aggregation=softmax_l2', '--n_expert=3')
+    status, printed = run_check_edit(tmp_path, *options, *settings)
+    reason = 'train_lm.py: error: active_experts = 2: needs a softmax aggregation'
+    line = f'settings: --aggregation=softmax_l2 cannot be left out: {reason}'
+    assert status == 0 and line in printed and 'Traceback' not in printed, printed
+
+
+@pytest.mark.parametrize(
+    'arguments, reason',
+    [
+        (['--top_k=2'], "unknown setting 'top_k'"),
+        (['--part=recurrent-lm', '--top_k=2'], "unknown setting 'top_k'"),
+        (['--part=lm'], 'part'),
+        (['n_layer=2'], "'n_layer=2': expected --name=value"),
+    ],
+)
+def test_arguments_that_are_no_settings_are_named(capfd, arguments, reason):
+    assert reason in error_of(capfd, check_edit, arguments)
