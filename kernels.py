@@ -304,10 +304,10 @@ def _attention_backward_kernel(
         dq = tl.dot(ds, old, dq, input_precision='ieee')
 
     # slots of the group up to the token's; the sums at the token's slot are complete after this
-    # (one step, so that stages would only cost registers)
+    # (one step, so that the stages of longer windows would only cost registers)
     dk_token = tl.zeros(col.shape, F32)
     dv_token = tl.zeros(col.shape, F32)
-    for start in tl.range(W + group, slot + 1, 16, num_stages=1):
+    for start in tl.range(W + group, slot + 1, 16, num_stages=2):
         n = start + tl.arange(0, 16)
         seen = (n >= first) & (n <= slot)
         p, ds, old = _probabilities(q, do, lse, delta, keys, values, n, seen, scale, h)
