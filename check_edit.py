@@ -38,7 +38,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -48,14 +47,13 @@ from configurator import Script, configure
 from support.script import UserError, first_line, run_script
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import train_lm
 import train_sokoban
 import unroll
-from convlstm import Agent, AgentConfig, build_agent
 from decode import Decoder
-from model import LanguageModel, ModelConfig, build_model, randomize
+from model import LanguageModel, randomize
 from support import compiling
 from support.code import modules_of
 from support.files import read_json, read_tensors
@@ -227,7 +225,7 @@ def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precisi
     return reference
 
 
-def check_gradients(model: torch.nn.Module, loss_of: Callable[[], Tensor]) -> None:
+def check_gradients(model: nn.Module, loss_of: Callable[[], Tensor]) -> None:
     """Check that gradients reach all weights of a model in float64 and, unless the edit stops them
     on purpose, that they are the slope of loss_of(), the model's loss, in a random direction."""
     weights = {name: p for name, p in model.named_parameters() if p.numel()}
@@ -255,9 +253,7 @@ def check_gradients(model: torch.nn.Module, loss_of: Callable[[], Tensor]) -> No
 
 def make_lm(mode: str, precision: Precision) -> LanguageModel:
     """Return a small random model with the settings of the edit."""
-    settings = vars(train_lm)
-    sizes = {f.name: settings[f.name] for f in fields(ModelConfig) if f.name in settings}
-    model = randomize(build_model(ModelConfig(vocab_size=VOCAB, **sizes), train_lm.recurrent))
+    model = randomize(train_lm.make_model(vars(train_lm), VOCAB))
     model.config.mode, compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES[mode]
     seed()
     return model.to(precision.weights)
@@ -364,21 +360,21 @@ def forward(mode: str, precision: Precision) -> dict[str, dict]:
 # ---- agents in all modes ----
 
 
-def make_agent(precision: Precision) -> tuple[Agent, Tensor, Tensor]:
+def make_agent(precision: Precision) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a small random agent with the settings of the edit, random observations of two boards
     in five steps (5, 2, 10, 10, 2), and where episodes start (5, 2)."""
-    settings = vars(train_sokoban)
-    sizes = {f.name: settings[f.name] for f in fields(AgentConfig) if f.name in settings}
-    sizes['dtype'] = 'bfloat16' if precision is BFLOAT16 else 'float32'
+    settings = {**vars(train_sokoban), 'dtype': 'float32'}
+    if precision is BFLOAT16:
+        settings['dtype'] = 'bfloat16'
     seed()
-    agent = build_agent(AgentConfig(**sizes)).to(precision.weights)
+    agent = train_sokoban.make_agent(settings).to(precision.weights)
     objects, ground = 3 * torch.randint(2, (5, 2, 10, 10)), torch.randint(3, (5, 2, 10, 10))
     start = torch.tensor([[1, 1], [0, 1], [0, 0], [1, 0], [0, 0]]) > 0
     seed()
     return agent, torch.stack([objects, ground], -1).to(torch.uint8), start
 
 
-def agent_loss(agent: Agent, obs: Tensor, start: Tensor) -> Tensor:
+def agent_loss(agent: nn.Module, obs: Tensor, start: Tensor) -> Tensor:
     """Return the loss of an agent that is to act less and to expect more reward."""
     logits, value, _ = agent(obs, start, agent.init_state(2))
     return logits.square().mean() + (value - 1).square().mean()
