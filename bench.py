@@ -56,7 +56,6 @@ import train_lm
 import train_sokoban
 from decode import Decoder
 from levels import generate
-from model import State, randomize
 from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
@@ -64,6 +63,7 @@ from support.code import code_record
 from support.compiling import candidates, captures, fused, graphed
 from support.files import write_json, write_text
 from support.loader import Loader, write_shard
+from support.random_states import randomize
 from support.ranks import Gradients
 from support.stream import Stream
 
@@ -258,7 +258,8 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     )
     with autocast:
         empty = model.init_state(cell.B)
-    state = State(*map(torch.randn_like, empty[:3]), torch.full_like(empty.count, cell.C))
+    s, k, v = map(torch.randn_like, empty[:3])
+    state = empty._replace(s=s, k=k, v=v, count=torch.full_like(empty.count, cell.C))
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
         if fused.enabled:

@@ -53,11 +53,11 @@ import train_lm
 import train_sokoban
 import unroll
 from decode import Decoder
-from model import LanguageModel, randomize
 from support import compiling
 from support.code import modules_of
 from support.files import read_json, read_tensors
 from support.loader import find_shards, load_val
+from support.random_states import randomize
 from support.run_folder import CONFIG, LAST, PREV, WEIGHTS, load_checkpoint, log_of, settings_of
 from support.stream import Stream
 
@@ -251,7 +251,7 @@ def check_gradients(model: nn.Module, loss_of: Callable[[], Tensor]) -> None:
 # ---- language models in all modes ----
 
 
-def make_lm(mode: str, precision: Precision) -> LanguageModel:
+def make_lm(mode: str, precision: Precision) -> nn.Module:
     """Return a small random model with the settings of the edit."""
     model = randomize(train_lm.make_model(vars(train_lm), VOCAB))
     model.config.mode, compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES[mode]
@@ -572,7 +572,7 @@ def use_lm(run: Path, export: Path) -> None:
         uses['sampled'] = (*options, '--prompt=Fellow citizens', '--max_new_tokens=9')
         for x in (run, export):
             with checking(f'loaded {x.name}'):
-                model = LanguageModel.load_trained(x, 'last')
+                model = type(make_lm('plain', FLOAT32)).load_trained(x, 'last')
                 shards = find_shards(settings['data_dir'], 'val')
                 sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
                 texts = load_val(shards, *sizes)

@@ -38,7 +38,7 @@ from decode import RingCache
 from ops import Heads, Linear, gate_weights
 from support import compiling
 from support.compiling import fused
-from support.random_states import continuing_from, get_random_states
+from support.random_states import continuing_from, get_random_states, randomize
 from unroll import ChunkCache, DeferredLinear
 
 EPS = constexpr(ops.EPS)
@@ -795,7 +795,7 @@ def make_trial(
     """Return the function trial(exact) of overrides.find_agreeing for a language model and B
     streams with full windows: a training chunk or, in evaluation mode, the decoding of a token. It
     runs on a copy of the model with random weights. exact: whether all products are in fp32."""
-    lm = model.randomize(copy.deepcopy(lm))
+    lm = randomize(copy.deepcopy(lm))
     device, is_wide = lm.head.device, compute_dtype == torch.float32
     rng = torch.Generator().manual_seed(1)
     x, y = torch.randint(len(lm.head), (2, B, unroll.GROUP + 1), generator=rng).to(device)

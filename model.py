@@ -75,6 +75,7 @@ from ops import (
 from support import ranks
 from support.compiling import fused, has_override, use_overrides
 from support.export import PublishedModel
+from support.muon import is_matrix
 from support.values import check_fields
 from unroll import DeferredLinear, recomputes, release, run_chunk
 
@@ -453,11 +454,6 @@ def uniform(*shape: int) -> nn.Parameter:
     sqrt(in). Muon's first updates then change every matrix by a similar fraction."""
     bound = 0.5 * math.sqrt(3 / shape[-1])
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
-
-
-def is_matrix(p: Tensor) -> bool:
-    """Return whether p is a matrix or a stack of matrices, not of vectors or scalars."""
-    return p.dim() > 1 and min(p.shape[-2:]) > 1
 
 
 class LayerParams(nn.Module):
@@ -862,17 +858,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(training)
-
-
-@torch.no_grad()
-def randomize(module: nn.Module) -> nn.Module:
-    """Fill all parameters with random numbers for a trial, and return the module. Matrices have
-    standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
-    random = torch.Generator().manual_seed(0)
-    for p in module.parameters():
-        noise = torch.randn(p.shape, generator=random)
-        p.copy_(0.5 * noise * p.size(-1) ** -0.5 if is_matrix(p) else 1 + 0.1 * noise)
-    return module
 
 
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:

@@ -137,6 +137,11 @@ class Batch(NamedTuple):
     share: torch.Tensor  # (N / world, rows, columns) of this rank
 
 
+def is_matrix(p: torch.Tensor) -> bool:
+    """Return whether p is a matrix or a stack of matrices, not of vectors or scalars."""
+    return p.dim() > 1 and min(p.shape[-2:]) > 1
+
+
 def count_matrices(p: torch.nn.Parameter) -> int:
     """Return the number of matrices stacked in p (..., out, in)."""
     return p[..., 0, 0].numel()

@@ -1,4 +1,4 @@
-"""The states of torch's random number generators.
+"""The states of torch's random number generators, and random weights for trials.
 
 The models draw random numbers for their initial weights only. In training, edits may draw some, for
 dropout for example. Then a segment that is recomputed must draw the same numbers again, and a run
@@ -12,8 +12,9 @@ from support.script import print0
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from support.muon import is_matrix
 from support.ranks import gather
 
 
@@ -67,3 +68,17 @@ def restore_random_states(saved: dict[str, Tensor], device: str) -> None:
     if now != before:
         text = 'random numbers drawn in training, such as dropout, are others than they would be'
         print0(f'{now} instead of {before}: {text}')
+
+
+# ---- random weights, for trials ----
+
+
+@torch.no_grad()
+def randomize(module: nn.Module) -> nn.Module:
+    """Fill all parameters with random numbers for a trial, and return the module. Matrices have
+    standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
+    random = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        noise = torch.randn(p.shape, generator=random)
+        p.copy_(0.5 * noise * p.size(-1) ** -0.5 if is_matrix(p) else 1 + 0.1 * noise)
+    return module

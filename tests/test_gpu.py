@@ -14,9 +14,10 @@ from small_runs import read_log, run_agent, run_lm, write_shards
 
 import bench
 import unroll
-from model import ModelConfig, RecurrentGPT, randomize
+from model import ModelConfig, RecurrentGPT
 from overrides import choose_overrides
 from support import compiling
+from support.random_states import randomize
 from support.run_folder import load_checkpoint
 
 pytestmark = [
