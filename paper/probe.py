@@ -124,6 +124,7 @@ class Player(NamedTuple):
     """A trained agent."""
 
     name: str  # of its folder
+    label: str  # its sizes, for figures
     agent: Agent
     untrained: Agent  # the same agent before training (without its init_from)
     settings: dict  # of the run
@@ -142,7 +143,10 @@ def load_player(folder: str, device: str) -> Player:
         raise UserError(f'{folder}: its config.json lacks the settings of the run')
     torch.manual_seed(settings['seed'])  # as train_sokoban.py does before it builds the agent
     untrained = build_agent(agent.config).to(device).eval()
-    return Player(os.path.basename(os.path.abspath(folder)), agent, untrained, settings)
+    name, c = os.path.basename(os.path.abspath(folder)), agent.config
+    kind = '' if c.recurrent else ', non-recurrent'
+    label = f'L = {c.n_layer}, E = {c.n_expert}, d = {c.n_embd}{kind}'
+    return Player(name, label, agent, untrained, settings)
 
 
 def load_levels(players: list[Player]) -> tuple[ndarray, ndarray]:
@@ -448,6 +452,9 @@ def main() -> None:
     best = best_of_seeds(players, rates)
     players, tests = [players[i] for i in best], [tests[i] for i in best]
     names = [player.name for player in players]
+    labels = {player.name: player.label for player in players}
+    if len(set(labels.values())) < len(names):
+        labels = dict(zip(names, names, strict=True))  # sizes do not tell them apart
     if len(set(names)) < len(names):
         raise UserError(f'{", ".join(names)}: two folders of one name, whose files would collide')
     solved = np.all([found['solved'] for found in tests], 0)
@@ -474,14 +481,14 @@ def main() -> None:
         tables.append(counts.assign(agent=player.name))
         thresholds += found.values()
         draw_plan(row, data, guesses['3x3'], found['3x3'], level)
-        row[0].set_ylabel(plain(player.name))
+        row[0].set_ylabel(plain(labels[player.name], 2.4))
         save_probe(player.name, probes['3x3'], scale, found['3x3'])
         del data, guesses
 
     counts = pandas.concat(tables)
     write_text(add_shares(counts).to_csv(index=False), os.path.join(out_dir, 'probes.csv'))
     title = f'{solved.sum()} levels; precision {precision:.0%} over {first} steps'
-    recall = draw_recall(counts, title)
+    recall = draw_recall(counts.replace({'agent': labels}), title)
     for name, figure in {'recall.png': recall, 'recall.svg': recall, 'plans.png': boards}.items():
         save_figure(figure, os.path.join(out_dir, name))
     total = add_shares(counts.groupby(['agent', 'probe'], sort=False)[COUNTS].sum())

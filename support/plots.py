@@ -99,9 +99,8 @@ def chart(
         elif is_integer_dtype(points[x]):
             axes.xaxis.get_major_locator().set_params(integer=True)
     names = [plain(line, figure.get_figwidth() - 1) for line in lines]
-    figure.legend(
-        [handles[line] for line in lines], names, loc='outside lower center', ncols=columns
-    )
+    shown = [handles[line] for line in lines]
+    figure.legend(shown, names, loc='outside lower center', ncols=columns, handlelength=3)
     if bars and points[bars].notna().any():
         title += f'; ± {BARS[bars]}'
     if not math.isnan(usual):
@@ -116,8 +115,9 @@ def empty_panels(n: int, lines: list[str], sharey: bool) -> tuple[Figure, list[A
     rows = math.ceil(n / 4)
     across = math.ceil(n / rows)
     width = 4 * max(across, 1.5)
-    columns = max(1, int(16 * width / (max(map(len, lines)) + 6)))  # 16 characters per inch
-    height = 4 * rows + 0.16 * math.ceil(len(lines) / columns)
+    columns = max(1, int(16 * width / (max(map(len, lines)) + 8)))  # 16 characters per inch
+    lengths = sum(1 + plain(line, width - 1).count('\n') for line in lines)
+    height = 4 * rows + 0.16 * math.ceil(lengths / columns)
     figure = Figure(figsize=(width, height), layout='constrained')
     grid = list(figure.subplots(rows, across, squeeze=False, sharey=sharey).flat)
     for axes in grid[n:]:

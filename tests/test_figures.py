@@ -310,6 +310,16 @@ def test_a_long_line_has_a_band_of_errors():
     assert names == ['L = 2', 'L = 16']
 
 
+@pytest.mark.parametrize('name', ['short', 20 * 'long '])
+def test_a_legend_leaves_room_for_the_lines(name):
+    points = [
+        {'panel': '', 'line': f'{name}{i}', 'x': x, 'y': x} for i in range(12) for x in (0, 1)
+    ]
+    figure = chart(points, 'x', 'y', ('x', 'y'), 'title')
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().height * figure.get_figheight() > 3  # inches
+
+
 # ---- tables and the command ----
 
 

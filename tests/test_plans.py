@@ -1,6 +1,7 @@
 """Test the plans: their runs are the paper's, by numbers written here or in the paper's tables."""
 
 import csv
+import itertools
 import os
 import re
 import textwrap
@@ -88,6 +89,15 @@ def test_plans_share_the_folders_of_their_runs():
     assert folders_of('probes') < folders_of('sokoban-large')
     changed = folders_of('lm-small-shared') - folders_of('lm-small')
     assert len(changed) == 11 and all('residual-shared' in path.name for path in changed)
+
+
+def test_sizes_of_plans_are_those_of_the_readings():
+    """Where the paper gives none: paper/readings.md."""
+    assert cells_of('aggregation') == {(True, 1, 4, 128), (True, 2, 8, 768)}
+    assert cells_of('share-kv') == {(True, 1, 16, 768), (True, 2, 8, 768), (True, 4, 4, 768)}
+    for arch, d in (('convlstm', 64), ('convglu', 64), ('experts', 384)):
+        cells = itertools.product((True, False), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64), [d])
+        assert cells_of('scaling', arch=arch) == {*cells}
 
 
 def test_agents_of_the_paper_train_in_float32():

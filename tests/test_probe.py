@@ -228,6 +228,7 @@ def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monk
     analyze(monkeypatch, [agents / 'lstm', agents / ODD], *levels)
     names = {'recall.png', 'recall.svg', 'plans.png', 'probes.csv', 'probes.json'}
     names |= {'probe_lstm.safetensors', f'probe_{ODD}.safetensors'}
+    assert probe.load_player(str(agents / 'lstm'), 'cpu').label.startswith('L = ')
     assert set(os.listdir('out')) == names
     with open('out/probes.json') as file:
         report = json.load(file)
