@@ -38,7 +38,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -107,6 +106,7 @@ SMALL = {
         --compile=False --threads=1 --device=cpu --dtype=float32""".split(),
 }
 VOCAB = 11  # of the language models that run in all modes
+TILE = unroll.TILE  # of the scripts
 MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES
     'plain': ('plain', False, 2**30),
     'fast': ('fast', False, 2**30),
@@ -255,6 +255,7 @@ def make_lm(mode: str, precision: Precision) -> nn.Module:
     """Return a small random model with the settings of the edit."""
     model = randomize(train_lm.make_model(vars(train_lm), VOCAB))
     model.config.mode, compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES[mode]
+    unroll.TILE = 10  # so that a chunk of TINY's block_size has three segments
     seed()
     return model.to(precision.weights)
 
@@ -357,6 +358,17 @@ def forward(mode: str, precision: Precision) -> dict[str, dict]:
     return {'loss': {'': loss.cross_entropy.detach()}}
 
 
+def check_lm() -> None:
+    """Compare the modes of a language model, and check that every weight is trained."""
+    if stage in ('', 'training'):
+        check_training()
+    if stage in ('', 'evaluation'):
+        compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
+        modes = ('text by text', 'validation', 'validation in chunks', 'validation compiled')
+        compare_modes('3 texts of 23 tokens', modes, validate)
+        compare_modes('3 short texts', ('with a state', 'as in training'), forward)
+
+
 # ---- agents in all modes ----
 
 
@@ -409,12 +421,15 @@ def act(mode: str, precision: Precision) -> dict[str, dict]:
     return {'logits': {'': logits}, 'values': {'': value}}
 
 
-def check_agent_training() -> None:
-    """Compare the modes of an unroll, and check that every weight is trained."""
-    compare_modes('an unroll of 5 steps', ('eager', 'compiled'), run_agent)
-    with checking('gradients'):
-        agent, obs, start = make_agent(FLOAT64)
-        check_gradients(agent, lambda: agent_loss(agent, obs, start))
+def check_agent() -> None:
+    """Compare the modes of an agent, and check that every weight is trained."""
+    if stage in ('', 'training'):
+        compare_modes('an unroll of 5 steps', ('eager', 'compiled'), run_agent)
+        with checking('gradients'):
+            agent, obs, start = make_agent(FLOAT64)
+            check_gradients(agent, lambda: agent_loss(agent, obs, start))
+    if stage in ('', 'evaluation'):
+        compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
 
 
 # ---- the scripts ----
@@ -430,7 +445,8 @@ def run_here(script: str, *arguments: str) -> str:
             runpy.run_path(str(ROOT / script), run_name='__main__')
         except SystemExit as end:
             if end.code:
-                raise UserError(f'{script}: {errors.getvalue().strip()}') from None
+                text = errors.getvalue().strip() or printed.getvalue().strip()
+                raise UserError(f'{script}: {text.splitlines()[-1]}') from None
     return printed.getvalue()
 
 
@@ -457,17 +473,18 @@ def losses_in(run: Path) -> str:
 
 
 def losses_of_head(script: str, arguments: list[str]) -> str:
-    """Return the losses of a run by HEAD's files, with the arguments that they know."""
+    """Return the losses of a run by HEAD's files, with the arguments that they know, or why they do
+    not run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = tarfile.open(fileobj=io.BytesIO(git('archive', 'HEAD')))
         files.extractall(folder, filter='data')
-        known = Script(folder / script).defaults
-        known = [x for x in arguments if setting_of(x) in known]
         try:
+            settings = Script(folder / script).defaults
+            known = [x for x in arguments if setting_of(x) in settings]
             run_in(folder, script, *known, f'--out_dir={folder}/run')
-        except (UserError, RuntimeError) as error:
-            return str(error).splitlines()[-1]
+        except (UserError, RuntimeError, SyntaxError, OSError) as error:
+            return f'does not run ({str(error).splitlines()[-1]})'
         return losses_in(folder / 'run')
 
 
@@ -494,6 +511,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
     """Train a small model by its trainer; resume, evaluate, export and use it. folder: for what the
     scripts write."""
     compiling.fused.enabled, unroll.MAX_KEPT_BYTES = MODES['fast'][1:]
+    unroll.TILE = TILE
     trainer, recurrent = PARTS[part]
     script = SCRIPTS[trainer][0]
     run, resumed, export, other = (folder / x for x in ('run', 'resumed', 'export', 'other'))
@@ -641,14 +659,14 @@ def check_part(edit: list[str]) -> int:
     global title
     trainer, recurrent = PARTS[part]
     torch.set_num_threads(1)
-    unroll.TILE = 10  # so that a chunk of TINY's block_size has three segments
     logging.disable(logging.ERROR)  # torch.compile logs the errors that it raises, too
     torch._dynamo.config.recompile_limit = 256  # as in compiling.compiled
     torch._dynamo.config.accumulated_recompile_limit = 4096
     # Code that inductor generates draws what an eager function draws.
     options = {'fallback_random': True} if backend == 'inductor' else None
-    compile_ = partial(torch.compile, backend=backend, options=options, dynamic=False)
-    compiling.compiled = functools.cache(compile_)
+    compiling.compiled = functools.cache(
+        functools.partial(torch.compile, backend=backend, options=options, dynamic=False)
+    )
     known = Script(trainer.__file__).defaults
     edit = [x for x in edit if setting_of(x) in known]
     is_checked = False
@@ -657,6 +675,8 @@ def check_part(edit: list[str]) -> int:
         arguments = [*TINY[trainer], f'--recurrent={recurrent}', f'--arch={arch}', *edit]
         try:
             configure(vars(trainer), arguments, quiet=True)
+            if arch == 'lstm' and not recurrent:
+                raise UserError('an LSTM is recurrent')
             if trainer is train_sokoban:
                 make_agent(FLOAT64)
             else:  # an LSTM has the settings of a model of experts
@@ -667,26 +687,14 @@ def check_part(edit: list[str]) -> int:
         except Exception:  # noqa: BLE001  every mode will raise it, and be named
             pass
         is_checked = True
-        if arch != 'lstm':  # which has no modes
-            check_modes(trainer)
+        if trainer is train_sokoban:
+            check_agent()
+        elif arch == 'experts':  # an LSTM has no modes
+            check_lm()
         if stage in ('', 'scripts'):
             with tempfile.TemporaryDirectory() as folder:
                 check_scripts(Path(folder), edit)
     return 1 if wrong else 0 if is_checked else 2
-
-
-def check_modes(trainer: ModuleType) -> None:
-    """Check the stages training and evaluation."""
-    if stage in ('', 'training'):
-        check_training() if trainer is train_lm else check_agent_training()
-    if stage in ('', 'evaluation'):
-        if trainer is train_lm:
-            compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
-            modes = ('text by text', 'validation', 'validation in chunks', 'validation compiled')
-            compare_modes('3 texts of 23 tokens', modes, validate)
-            compare_modes('3 short texts', ('with a state', 'as in training'), forward)
-        else:
-            compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
 
 
 def join_values(arguments: list[str]) -> list[str]:
