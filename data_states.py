@@ -50,7 +50,8 @@ RANGES = {
     'val_tokens': (65_537, 2**31 - 1),  # config/states.py validates on 65,536
 }
 LETTERS = 'abcdefgh'
-# What the moves x and r make of the letters in their order. To add a task, add a line.
+# What the moves x and r make of the letters in their order. To add a task, add a line: its name and
+# two permutations of the first two to eight letters. For other tasks see paper/states.py.
 MOVES = {
     'S5': ('bacde', 'bcdea'),  # swap the first two; move the first to the end
     'Z5': ('cdeab', 'bcdea'),  # rotate by two; rotate by one: x is r twice
@@ -63,13 +64,17 @@ TRAIN, HELD_OUT = False, True  # the two parts of these chains
 
 def find_moves(name: str) -> tuple[str, str]:
     """Return the pair of moves with a name in MOVES, or written out. Raises UserError if a move is
-    no permutation of the first letters."""
+    no permutation of the first letters, or if neither moves any."""
     pair = MOVES.get(name) or tuple(name.split(','))
     letters = sorted(LETTERS[: max(2, len(pair[0]))])
     if len(pair) != 2 or any(sorted(move) != letters for move in pair):
         names = ', '.join(MOVES)
-        expected = f"{names}, or two permutations of the same letters, as in 'dcba,bcda'"
+        expected = f"{names}, or two permutations of the first 2 to 8 letters, as in 'dcba,bcda'"
         raise UserError(f'moves = {name!r}: expected {expected}')
+    if {*pair} == {''.join(letters)}:
+        raise UserError(
+            f'moves = {name!r}: there is nothing to track, because no move moves a letter'
+        )
     return pair
 
 
@@ -166,6 +171,7 @@ def make_shards(config: dict) -> None:
             write_shard(shard_path(folder, index), make_text(config, size, part))
         write_meta(folder, {**meta, 'shards': sizes, 'finished': True})
     print(f'{folder}: {sizes[1]:,} training bytes, {sizes[0]:,} validation bytes')
+    print(f'they start with {make_text(config, 80, TRAIN).tobytes().decode()} ...')
     floor = entropy(pair, shares_of_counts(config['most_moves'], config['lengths']))
     print(f'entropy of the text: {floor:.4f} nats per byte; no loss is below it')
     print('train with and without recurrence, and compare:')

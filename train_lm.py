@@ -7,8 +7,9 @@ $ python train_lm.py --out_dir=out/small_L2 --resume=True                  # aft
 
 A run writes config.json, log.jsonl, checkpoints and its best model into out_dir
 (support/run_folder.py). Line n of the log has the training loss of update n and, where the model is
-validated, the validation loss after it. On a CPU a resumed run is bit-equal to one that was never
-stopped."""
+validated, the validation loss after it; its `seconds` are those of the n updates alone, without the
+start, the trials, validations and checkpoints. On a CPU a resumed run is bit-equal to one that was
+never stopped."""
 
 import math
 import signal
@@ -19,7 +20,7 @@ from dataclasses import fields
 from datetime import timedelta
 
 from configurator import Settings, configure
-from support.script import UserError, print0, run_script
+from support.script import UserError, print0, run_script, warn
 
 import torch
 import torch.distributed as dist
@@ -421,6 +422,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
     print0(f'parameters {params}; forward MFLOPs per token {flops}')
     shape = f'{world} ranks x {B // train.rows} micro-batches x {train.rows} rows x {T}'
     print0(f'{max_iters:,} updates of {tokens_per_step:,} tokens = {shape}')
+    if rank == 0 and max_iters <= warmup_iters:
+        advice = 'the learning rate rises until the end: set a smaller --warmup_iters'
+        warn(f'max_iters = {max_iters}, warmup_iters = {warmup_iters}: {advice}')
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # logged without a validation, by an earlier eval_interval

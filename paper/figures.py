@@ -86,9 +86,10 @@ def versions_of(settings: dict) -> str:
 
 def runs(folders: Folders) -> DataFrame:
     """Return a frame with a row for each run in these folders: its folder, model, plan and kind,
-    all settings, `step`, `seconds`, `finished`, `loss` or `return`, the last value of everything
-    in the log (last_val_loss, ...) and the best of every evaluation (best_val_loss, ...). Plans are
-    in the order of these folders, and recurrent runs come first."""
+    all settings, `step`, `seconds` (of updates alone: no start, evaluations or checkpoints),
+    `finished`, `loss` or `return`, the last value of everything in the log (last_val_loss, ...) and
+    the best of every evaluation (best_val_loss, ...). Plans are in the order of these folders, and
+    recurrent runs come first."""
     rows, found = [], find_runs(folders)
     for folder, (settings, records) in zip(found, read_runs(found), strict=True):
         if 'recurrent' not in settings:

@@ -9,23 +9,28 @@ Every run is scored on a test text of its task (data_states.py): --chains chains
 to twice the longest in training, whose long chains no training text contains. An arrangement is
 right if all its letters but the last, which the others imply, are the likeliest next bytes, each
 after the true bytes before it. The text is read in 100 streams with a carried state, in fp32;
-answers in the first 128 bytes of a stream do not count. The floor is the best that a model can do
-that does not read the moves: it always answers with the likeliest arrangement after n moves.
+answers in the first 128 bytes of a stream do not count. Guessing, the gray line and the column
+`floor`, is the best that a model can do that does not read the moves: it always answers with the
+likeliest arrangement after n moves. With D4 that is right in a quarter of the chains, not in an
+eighth, because only four of the eight arrangements can follow n moves.
 
 With --erase the state is damaged on purpose, to show what carries the answer: before the '=' of
 every chain, or before the move that is --moves_before moves earlier, s becomes zero, or the caches
 of keys and values become empty. Chains of fewer moves do not count then.
 
-Writes states.csv, a row per run and number of moves; states_table.csv and .md; and states.png.
+Writes states.csv, a row per run and number of moves; states_table.csv and .md; and states.png. The
+training time that the legend names is that of updates alone (train_lm.py).
 
-A task of your own is any text of which a function says where the answers are. This is all that a
-copy task needs, 'cab=cab ddacb=ddacb ...', to be scored by the number of letters:
+A task of your own is any text of which a function says where the answers are. This is all of
+copy_task.py, in the project's root: 'cab=cab ddacb=ddacb ...', scored by the number of letters.
 
     import random
     import re
+    import sys
     from pathlib import Path
 
-    from paper.states import Answer, accuracy
+    from paper.states import Answer, main
+    from support.script import run_script
 
     def make_text(seed, n_words):
         rng = random.Random(seed)
@@ -36,12 +41,22 @@ copy task needs, 'cab=cab ddacb=ddacb ...', to be scored by the number of letter
         for match in re.finditer(rb'(?<= )([a-d]+)=([a-d]+) ', text):
             yield Answer(len(match[1]), match.start(), match.start(2), match.end(2))
 
-    Path('copy.txt').write_bytes(make_text(1, 200_000))
+    if __name__ == '__main__':
+        if len(sys.argv) == 1:
+            Path('copy.txt').write_bytes(make_text(1, 200_000))
+        else:
+            run_script(lambda: main([make_text(2, 1000)], find_answers))
 
-    # python data_fineweb.py --text=copy.txt --tokenizer=bytes
-    # python train_lm.py config/states.py --data_dir=data/text_bytes --out_dir=out/copy
-    # model = LanguageModel.from_pretrained('out/copy/best')
-    # print(accuracy(model, [make_text(2, 1000)], find_answers))
+    python copy_task.py                              # write the text; prepare it; train both kinds
+    python data_fineweb.py --text=copy.txt --tokenizer=bytes --data_dir=data/copy
+    python train_lm.py config/states.py --data_dir=data/copy --out_dir=out/copy/recurrent
+    python train_lm.py config/states_nonrecurrent.py --data_dir=data/copy \\
+        --out_dir=out/copy/nonrecurrent
+    python copy_task.py out/copy                     # table and picture
+
+Items must end in whitespace, because data_fineweb.py cuts a text there. The loss is over all
+bytes, many of which can only be guessed; accuracy is the measure. Most short items of the test text
+occur in training, too; long ones do not. In a notebook, `accuracy` scores a single model.
 """
 
 import argparse
@@ -56,6 +71,7 @@ from typing import NamedTuple
 
 from support.script import UserError, run_script
 
+import numpy as np
 import pandas
 import torch
 from pandas import DataFrame, Series
@@ -75,8 +91,9 @@ from support.stream import SCORE_CHUNK
 STREAMS = 100
 WARM_UP = 128  # bytes at the start of a stream, in which answers do not count
 TRACKED = 0.95  # accuracy from which on a length counts as tracked
-FLOOR = 'floor: always the likeliest arrangement'
-TITLE = 'Letters are permuted move by move; L layers of E experts name the arrangement'
+GUESSING = 'guessing: the likeliest arrangement after this number of moves'
+TITLE = 'Which arrangement do the moves lead to? L layers of E experts'
+MOVES_LABEL = 'moves since an arrangement was last shown'
 
 
 class Answer(NamedTuple):
@@ -160,11 +177,16 @@ def accuracy(
     rows: int = STREAMS,
 ) -> DataFrame:
     """Return the `accuracy` and the number of `answers` for each length of the answers that `find`
-    finds in streams of equal size, and whether one of that length `exceeds` the window W: whether
-    more than W bytes lie between the first that the model needs and the last that it must predict.
+    finds in streams of equal size, and whether one of that length `exceeds` the `window` W: whether
+    its `span` does, the bytes from the first that the model needs up to the last that it must
+    predict, which does not count. Raises UserError if there is no answer, or if the sizes differ.
 
     erase: 's' or 'caches', which are erased before the last byte that precedes an answer, or
     `moves_before` bytes earlier. rows: streams to read at a time."""
+    sizes = sorted(map(len, streams))
+    if sizes and sizes[0] < sizes[-1]:
+        reason = f'{sizes[0]} to {sizes[-1]} bytes long'
+        raise UserError(f'the streams of the test text are {reason}: cut them to equal size')
     width = math.inf if isinstance(model, LSTM) else max(x.window for x in model.layers)
     ids = torch.tensor([[*text] for text in streams])  # (N, n)
     answers = [
@@ -186,33 +208,51 @@ def accuracy(
         {
             'length': answer.length,
             'right': bool(right[b, answer.begin : answer.end].all()),
-            'exceeds': answer.end - 1 - answer.first > width,
+            'span': answer.end - 1 - answer.first,
         }
         for b, answer in answers
     )
-    groups = table.groupby('length')
-    columns = {'accuracy': ('right', 'mean'), 'answers': ('right', 'count')}
-    return groups.agg(**columns, exceeds=('exceeds', 'max')).reset_index()
+    columns = {
+        'accuracy': ('right', 'mean'),
+        'answers': ('right', 'count'),
+        'span': ('span', 'max'),
+    }
+    table = table.groupby('length').agg(**columns).reset_index()
+    return table.assign(window=width, exceeds=table['span'] > width)
+
+
+def score_on(
+    run: dict, streams: list[bytes], find: Callable, which: str = 'best', **options
+) -> DataFrame:
+    """Return the accuracies of a run, a row of figures.runs, on streams of its task, which has the
+    name of the folder of the data. find, options: those of `accuracy`. Raises UserError."""
+    folder, erase = run['folder'], options.get('erase')
+    if run.get('tokenizer') != 'bytes':
+        raise UserError(f'{folder}: no model of bytes: leave it out by --only')
+    if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
+        raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
+    table = accuracy(load_model(folder, which, pick_device('auto')), streams, find, **options)
+    task = os.path.basename(os.path.abspath(run['data_dir']))
+    return table.assign(folder=folder, task=task, panel=task, floor=math.nan, beyond=False)
 
 
 def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame:
     """Return the accuracies of a run, a row of figures.runs, on the test text of its task. options:
     those of `accuracy`. Raises UserError if the run was trained on another text."""
-    folder, erase = run['folder'], options.get('erase')
-    if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
-        raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
     data_dir = str(run.get('data_dir'))  # agents have none
     meta = read_meta(data_dir) or {}
     if 'most_moves' not in meta:
         reason = f'data_dir = {data_dir!r} holds no text of data_states.py'
-        raise UserError(f'{folder}: {reason}: prepare it again, or leave the run out by --only')
+        advice = (
+            'prepare it again, leave the run out by --only, or, for a task of your own, see --help'
+        )
+        raise UserError(f'{run["folder"]}: {reason}: {advice}')
     pair, most = tuple(meta['moves']), meta['most_moves']
-    model = load_model(folder, which, pick_device('auto'))
-    table = accuracy(model, test_text(pair, most, n_chains), **options)
+    table = score_on(run, test_text(pair, most, n_chains), find_answers, which, **options)
     names = [name for name, known in MOVES.items() if known == pair]
     return table.assign(
-        folder=folder,
         task=names[0] if names else ','.join(pair),
+        panel=': '.join([*names[:1], 'x = {}, r = {}'.format(*pair)]),
         floor=table['length'].map(likeliest(pair, 2 * most)),
         beyond=table['length'] > most,
     )
@@ -230,7 +270,8 @@ def tracked(accuracies: Series) -> int:
 
 def name_lines(frame: DataFrame) -> Series:
     """Return a name for each run, which runs that differ in their seed and task alone share: kind,
-    sizes and settings that differ, and the training data and time, as means over seeds."""
+    sizes and settings that differ, and the training data and the time of updates alone, as means
+    over seeds."""
     name = frame['kind'].where(frame['model'] != 'LSTM', 'LSTM') + ', ' + name_cells(frame)
     for setting in varied(frame):
         if setting not in ('data_dir', 'eval_interval'):
@@ -238,8 +279,8 @@ def name_lines(frame: DataFrame) -> Series:
     if frame['plan'].nunique() > 1:
         name = frame['plan'] + ': ' + name
     cost = frame.groupby(name)[['last_tokens', 'seconds']].transform('mean')
-    size = (cost['last_tokens'] / 1e6).map(' ({:.1f} MB, '.format)
-    return name + size + cost['seconds'].map('{:.0f} s)'.format)
+    size = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
+    return name + size + cost['seconds'].map(' in {:.0f} s'.format)
 
 
 def tabulate(scores: DataFrame) -> DataFrame:
@@ -261,48 +302,57 @@ def tabulate(scores: DataFrame) -> DataFrame:
     return DataFrame(rows)
 
 
-def draw(scores: DataFrame, title: str = TITLE) -> Figure:
+def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Figure:
     """Return a picture of the accuracies over the number of moves, a panel for each task, a color
-    for each L. The lengths beyond those of training are shaded."""
-    by = ['task', 'line', 'model', 'kind', 'n_layer', 'length']
-    floors = scores.drop_duplicates(['task', 'length'])[['task', 'length', 'floor']]
+    for each L. The lengths beyond those of training are shaded, and a line stands where answers
+    begin to exceed a window, even if that length is not in the test text."""
+    by = ['panel', 'line', 'model', 'kind', 'n_layer', 'length']
+    guesses = scores.drop_duplicates(['panel', 'length'])[['panel', 'length', 'floor']].dropna()
     points = pandas.concat(
         [
             summarize(scores, by, 'accuracy'),
-            floors.rename(columns={'floor': 'accuracy'}).assign(line=FLOOR, model=FLOOR),
+            guesses.rename(columns={'floor': 'accuracy'}).assign(line=GUESSING, model=GUESSING),
         ]
     )
     points['color'] = points['n_layer'].where(points['model'] == 'Transformer', points['model'])
-    styles = {'recurrent': '-', 'non-recurrent': '--'}
-    points['style'] = points['kind'].map(styles).fillna(':')
-    points['panel'] = points['task']
-    labels = 'moves since an arrangement was last shown', 'right arrangements'
-    figure = chart(points, 'length', 'accuracy', labels, title, 'sem', to_scale=True)
-    for axes, (_, part) in zip(figure.axes, scores.groupby('task', sort=False), strict=True):
-        most, last = part.loc[~part['beyond'], 'length'].max(), part['length'].max()
-        axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
-        axes.text(most + 1, 1.02, 'longer than in training', fontsize=6)
-        for start in part[part['exceeds']].groupby('folder')['length'].min().unique():
+    points['style'] = points['kind'].map({'non-recurrent': '--'}).fillna('-')
+    labels = label, 'right answers'
+    options = {'to_scale': True, 'reference': GUESSING}
+    figure = chart(points, 'length', 'accuracy', labels, title, 'sem', **options)
+    for axes, (_, part) in zip(figure.axes, scores.groupby('panel', sort=False), strict=True):
+        most, last = part['length'].where(~part['beyond'], 0).max(), part['length'].max()
+        if last > most:
+            axes.axvspan(most + 0.5, last + 0.5, color='0.92', zorder=0)
+            axes.text(most + 1, 1.02, 'longer than in training', fontsize=6)
+        for window in part.loc[part['exceeds'], 'window'].unique():
+            spans = part[part['window'] == window].groupby('length')['span'].max().cummax()
+            start = math.ceil(np.interp(window + 1, spans, spans.index))
             axes.axvline(start, color='gray', ls=':', lw=1)
-            axes.text(start + 0.5, 0.95, 'longer than\nthe window W', fontsize=6, va='top')
+            text = f'from {start} on: longer than the window, W = {window:.0f} bytes'
+            side = -1 if start > last / 2 else 1
+            place = {'rotation': 90, 'ha': 'center', 'va': 'top', 'fontsize': 6}
+            axes.text(start + side * last / 60, 0.98, text, **place)
         axes.set(xlim=(0, last + 0.5), ylim=(0, 1.08))
         axes.yaxis.set_major_formatter('{x:.0%}')
     return figure
 
 
-def main() -> None:
+def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> None:
+    """Score, tabulate and draw the runs that the command line names. streams, find: those of a task
+    of your own, as `accuracy` expects them."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.states', None, __doc__, formatter_class=form)
     add = parser.add_argument
     add('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
-    add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
+    if streams is None:
+        add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
     add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')
     add('--erase', choices=['s', 'caches'], default='', help='part of the state to erase')
     add('--moves_before', type=int, default=0, help="erase this number of moves before the '='")
     add('--only', help='a condition on the runs, as in "n_layer == 1"')
     add('--out', type=path, help='folder to write to; default: that of the runs')
     args = parser.parse_args()
-    if args.chains < STREAMS or args.chains % STREAMS:
+    if streams is None and (args.chains < STREAMS or args.chains % STREAMS):
         raise UserError(f'--chains={args.chains}: must be a multiple of {STREAMS}')
     if args.moves_before < 0 or args.moves_before and not args.erase:
         raise UserError(
@@ -314,7 +364,10 @@ def main() -> None:
     parts = []
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
-        parts.append(score(run, args.chains, **options))
+        if streams is None:
+            parts.append(score(run, args.chains, **options))
+        else:
+            parts.append(score_on(run, streams, find, **options))
     frame = frame.assign(line=name_lines(frame))
     about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds'.split()
     about += ['device_name', 'commit']
@@ -327,10 +380,12 @@ def main() -> None:
     table = tabulate(scores)
     note = '*: an answer spans more than W bytes; +: more moves than in training.'
     save_table(table, f'{out}/{name}_table', note)
-    title = (
-        f'{args.erase} erased {args.moves_before} moves before the answer' if args.erase else TITLE
-    )
-    save_figure(draw(scores, title), out / f'{name}.png')
+    title, label, unit = TITLE, MOVES_LABEL, 'moves'
+    if streams is not None:
+        title, label, unit = 'L layers of E experts', 'length of an answer', 'bytes'
+    if args.erase:
+        title = f'{args.erase} erased {args.moves_before} {unit} before the answer'
+    save_figure(draw(scores, title, label), out / f'{name}.png')
     print(f'{table.round(3).to_string(index=False)}\n{note}')
 
 

@@ -44,6 +44,7 @@ def chart(
     bars: str = '',
     to_scale: bool = False,
     sharey: bool = True,
+    reference: str = '',
 ) -> Figure:
     """Return a figure of points: a panel for each value of their column `panel`, in it a line for
     each value of `line`, y over x. Where x is a name, there are bars in place of lines, in the
@@ -54,7 +55,8 @@ def chart(
     beside its point, or beside the last point of a line with this number everywhere.
 
     labels: of the axes. bars: the column with the errors, one of BARS. to_scale: if not, the values
-    of x are drawn at equal distances."""
+    of x are drawn at equal distances. reference: a line that is no model's, drawn thin and gray and
+    named last."""
     points = DataFrame(points).reset_index(drop=True)
     for column, default in {'style': '-', 'color': points['line'], 'n': math.nan}.items():
         points = points if column in points else points.assign(**{column: default})
@@ -65,6 +67,7 @@ def chart(
     base = base_of(points[y], points['error'].fillna(0)) if has_names else 0
     looks = points.drop_duplicates('line').set_index('line')['color']
     lines = sorted(looks.index, key=lambda line: list(map(float, re.findall('= ([0-9.]+)', line))))
+    lines.sort(key=lambda line: line == reference)
     colors = list(looks[lines].unique())
     panels, usual = points.groupby('panel', sort=False), points['n'].mode().max()
 
@@ -81,11 +84,13 @@ def chart(
                 size = {'width': 0.8 / len(lines), 'bottom': base}
                 handles[line] = axes.bar(one['at'], one[y] - base, color=look['color'], **size)
                 look = {'color': 'black', 'ls': 'none'}
+            elif line == reference:
+                look |= {'color': 'gray', 'lw': 1}
             elif len(one) < MANY:
                 look |= {'marker': MARKERS[(k + k // len(COLORS)) % len(MARKERS)], 'ms': 4}
             one = one.sort_values('at')
-            errors = {'yerr': one['error'], 'capsize': 2} if bars else {}
-            if bars and len(one) >= MANY:
+            errors = {'yerr': one['error'], 'capsize': 2} if one['error'].notna().any() else {}
+            if errors and len(one) >= MANY:
                 edges = one[y] - one['error'], one[y] + one['error']
                 axes.fill_between(one['at'], *edges, color=look['color'], alpha=0.2, lw=0)
                 errors = {}
@@ -104,9 +109,14 @@ def chart(
     if bars and points[bars].notna().any():
         title += f'; ± {BARS[bars]}'
     if not math.isnan(usual):
-        title += f'; n = {usual:.0f}' + (' unless noted' if points['n'].nunique() > 1 else '')
+        title += f'; {seeds(usual)} each' + (' unless noted' if points['n'].nunique() > 1 else '')
     figure.suptitle(plain(title, figure.get_figwidth()))
     return figure
+
+
+def seeds(n: float) -> str:
+    """Return '1 seed' or '4 seeds'."""
+    return '1 seed' if n == 1 else f'{n:.0f} seeds'
 
 
 def empty_panels(n: int, lines: list[str], sharey: bool) -> tuple[Figure, list[Axes], int]:
@@ -140,7 +150,7 @@ def note_seeds(axes: Axes, one: DataFrame, usual: float, to_scale: bool) -> None
         unusual = unusual[-1:]
     for at, height, n in unusual.itertuples(index=False):
         place = {'xytext': (0, 6), 'textcoords': 'offset points', 'ha': 'center', 'size': 6}
-        axes.annotate(f'n = {n:.0f}', (at, height), **place)
+        axes.annotate(seeds(n), (at, height), **place)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

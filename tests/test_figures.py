@@ -47,8 +47,9 @@ def bars_of(figure):
     """Return {label of a line: [(y, half of its error bar), ...]} of a figure's first panel."""
     found = {}
     for container in figure.axes[0].containers:
-        line, _, (bars,) = container
-        errors = [np.ptp(x[:, 1]) / 2 if len(x) else math.nan for x in bars.get_segments()]
+        line, _, bars = container  # none of a single seed
+        segments = bars[0].get_segments() if bars else [[]] * len(line.get_ydata())
+        errors = [np.ptp(x[:, 1]) / 2 if len(x) else math.nan for x in segments]
         found[container.get_label()] = [*zip(line.get_ydata(), errors, strict=True)]
     return found
 
@@ -202,8 +203,8 @@ def test_an_allocation_with_fewer_seeds_counts_and_its_number_is_shown():
     table = figures.value_table(frame)
     assert list(table['best']) == [True, False, False] and list(table['n']) == [1, 2, 2]
     figure = figures.FIGURES['allocations'](frame)
-    assert 'n = 2 unless noted' in figure.get_suptitle()
-    assert [text.get_text() for text in figure.axes[0].texts] == ['n = 1']
+    assert figure.get_suptitle().endswith('; 2 seeds each unless noted')
+    assert [text.get_text() for text in figure.axes[0].texts] == ['1 seed']
 
 
 def test_a_best_depth_needs_several_seeds_of_each_allocation():

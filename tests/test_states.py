@@ -4,9 +4,11 @@ import itertools
 import math
 import random
 import re
+import runpy
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 from configurator import Script
@@ -16,6 +18,7 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.collections import LineCollection
 from small_runs import LM, assert_refused, run_agent, run_lm
 from test_stream import make_model
 
@@ -136,9 +139,24 @@ def test_a_killed_preparation_is_repeated(tmp_path, monkeypatch):
     assert prepare(tmp_path / 'killed') == prepare(tmp_path / 'whole')
 
 
-@pytest.mark.parametrize('moves', ['S6', 'bacde', 'bacde,bcd', 'abcd,bcdd', 'bca,cab,abc', ',', ''])
+NO_PAIRS = ['S6', 'bacde', 'bacde,bcd', 'abcd,bcdd', 'bca,cab,abc', 'abcdefghi,bcdefghia', ',', '']
+
+
+@pytest.mark.parametrize('moves', NO_PAIRS)
 def test_moves_that_are_no_permutations_are_refused(tmp_path, moves):
     assert_refused(f"moves = '{moves}': expected S5, Z5", prepare, tmp_path, moves=moves)
+
+
+@pytest.mark.parametrize('moves', ['ab,ab', 'abcd,abcd', 'abcdefgh,abcdefgh', 'still'])
+def test_moves_that_leave_all_letters_are_refused(tmp_path, monkeypatch, moves):
+    monkeypatch.setitem(MOVES, 'still', ('abc', 'abc'))
+    message = f"moves = '{moves}': there is nothing to track"
+    assert_refused(message, prepare, tmp_path, moves=moves)
+
+
+def test_the_start_of_the_text_is_printed(tmp_path, capsys):
+    text, _ = prepare(tmp_path, moves='dcba,bcda')
+    assert f'they start with {text[:80]} ...\n' in capsys.readouterr().out
 
 
 # ---- scores ----
@@ -167,8 +185,14 @@ def test_accuracy_is_a_count_by_hand(monkeypatch):
     assert table['accuracy'].to_dict() == {1: 1 / 3, 2: 1 / 2, 3: 1, 4: 0}
     assert table['answers'].to_dict() == {1: 3, 2: 2, 3: 1, 4: 1}
     assert table['exceeds'].to_dict() == {1: False, 2: False, 3: True, 4: True}
+    assert table['span'].to_dict() == {1: 7, 2: 8, 3: 9, 4: 10} and set(table['window']) == {8}
     monkeypatch.setattr(states, 'WARM_UP', 19)
     assert accuracy(Alphabet(), streams)['answers'].to_list() == [1, 1, 1]
+
+
+def test_streams_of_different_sizes_are_refused():
+    message = 'streams of the test text are 10 to 12 bytes long: cut them to equal size'
+    assert_refused(message, accuracy, Alphabet(), [b'x' * 11, b'x' * 12, b'x' * 10])
 
 
 def half_right(model, B, n):
@@ -285,6 +309,7 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     table = pandas.read_csv(tmp_path / 'states.csv')
     assert len(table) == 4 * 8 and set(table['length']) == {1, 2, 3, 4, 5, 6, 7, 8}
     assert (table['answers'] == 100).all() and (table['task'] == 'S5').all()
+    assert set(table['panel']) == {'S5: x = bacde, r = bcdea'}
     assert (table['beyond'] == (table['length'] > 4)).all() and table['commit'].notna().all()
     is_long = (table['length'] + 10 > 16) & (table['model'] != 'LSTM')
     assert (table['exceeds'] == is_long).all()
@@ -295,7 +320,7 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     assert (tmp_path / 'states.png').stat().st_size > 10_000
     lines = pandas.read_csv(tmp_path / 'states_table.csv', dtype=str)
     assert lines['seeds'].to_list() == ['1', '2', '1'] and lines['8'].str.endswith('+').all()
-    assert re.search(r'non-recurrent, L = 2, E = 2, d = 32 \(0.0 MB, \d s\)', printed)
+    assert 'non-recurrent, L = 2, E = 2, d = 32, trained on 0.0 MB in ' in printed
 
 
 def test_scores_of_an_erased_state_have_files_of_their_own(trained_states, tmp_path, monkeypatch):
@@ -326,27 +351,110 @@ def test_what_cannot_be_scored_is_refused(trained_states, monkeypatch, arguments
 
 def test_a_run_on_another_text_and_an_agent_are_refused(data, tmp_path, monkeypatch):
     assert run_lm(data, tmp_path / 'other', max_iters=1) == 0
-    assert_refused('holds no text of data_states.py', score, monkeypatch, tmp_path / 'other')
+    message = 'holds no text of data_states.py: .* for a task of your own, see --help'
+    assert_refused(message, score, monkeypatch, tmp_path / 'other')
     assert run_agent(tmp_path / 'agent') == 0
     assert_refused('agent: .* no text of data_states.py', score, monkeypatch, tmp_path / 'agent')
 
 
-def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch):
-    """The model of the alphabet is right about 'ab' and 'abc', and wrong about 'ba'. A trained one
-    is scored by the number of letters in a text that it has not read."""
+def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch, capsys):
+    """The model of the alphabet is right about 'ab' and 'abc', and wrong about 'ba'. Trained ones
+    are scored by the number of letters in a text that they have not read."""
     monkeypatch.chdir(tmp_path)
-    code, names = re.search('\n    import random.*', states.__doc__, re.DOTALL)[0], {}
-    exec(textwrap.dedent(code).replace('200_000', '4000'), names)
+    code = re.search(r'\n    import random.*?(?=\n    python )', states.__doc__, re.DOTALL)[0]
+    Path('copy_task.py').write_text(textwrap.dedent(code).replace('200_000', '4000'))
+    task = SimpleNamespace(**runpy.run_path('copy_task.py'))
     with monkeypatch.context() as patch:
         patch.setattr(states, 'WARM_UP', 0)
-        table = accuracy(Alphabet(), [b'cab=cab ab=ab abc=abc ba=ba '], names['find_answers'])
+        table = accuracy(Alphabet(), [b'cab=cab ab=ab abc=abc ba=ba '], task.find_answers)
     assert table.set_index('length')['accuracy'].to_dict() == {2: 1 / 2, 3: 1}
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, 'argv', ['copy_task.py', *arguments])
+        runpy.run_path('copy_task.py', run_name='__main__')
+
+    assert not Path('copy.txt').exists()
+    run()
     settings = {'text': 'copy.txt', 'tokenizer': 'bytes', 'data_dir': 'data/copy'}
     data_fineweb.make_shards(Script(data_fineweb.__file__).defaults | settings)
-    assert run_lm('data/copy', 'out/copy', max_iters=2, eval_interval=2) == 0
-    model = load_model('out/copy', 'best')
-    table = accuracy(model, [names['make_text'](2, 400)], names['find_answers'])
-    assert table['length'].to_list() == [*range(1, 17)] and 380 < table['answers'].sum() < 400
+    for name, recurrent in (('recurrent', True), ('nonrecurrent', False)):
+        sizes = {'recurrent': recurrent, 'max_iters': 2, 'eval_interval': 2, 'window': 16}
+        assert run_lm('data/copy', f'out/copy/{name}', **sizes) == 0
+    Path('copy.txt').unlink()
+    with pytest.raises(SystemExit, match='0'):
+        run('out/copy')
+    table = pandas.read_csv('out/copy/states.csv')
+    assert table['length'].to_list() == 2 * [*range(1, 17)] and set(table['task']) == {'copy'}
+    assert 1900 < table['answers'].sum() < 2000 and not table['beyond'].any()
+    assert (table['exceeds'] == (2 * table['length'] > 16)).all() and not Path('copy.txt').exists()
+    assert Path('out/copy/states.png').exists()
+    assert re.search('copy +recurrent, L = 2', capsys.readouterr().out)
+    with pytest.raises(SystemExit, match='2'):
+        run('out/copy', '--chains=100')
+    assert 'unrecognized arguments: --chains=100' in capsys.readouterr().err
+
+
+def test_a_model_of_other_tokens_is_refused():
+    run = {'folder': 'out/a', 'tokenizer': 'gpt2', 'data_dir': 'data/a'}
+    assert_refused('out/a: no model of bytes', states.score_on, run, [b'ab'], states.find_answers)
+
+
+def scores_of(task, n_seeds=1, window=64):
+    """Return scores as of two models on a task with 1 to 32 moves."""
+    pair = data_states.find_moves(task)
+    floor, points = likeliest(pair, 64), itertools.product(range(n_seeds), (1, 8), range(1, 65))
+    frame = pandas.DataFrame(points, columns=['seed', 'n_layer', 'length'])
+    frame = frame[frame['length'].isin(states.lengths_of_test(32))]
+    kind = frame['n_layer'].map({1: 'recurrent', 8: 'non-recurrent'})
+    span = frame['length'] + 2 * len(pair[0])
+    return frame.assign(
+        task=task,
+        panel=f'{task}: moves',
+        model='Transformer',
+        kind=kind,
+        line=kind + ', L = ' + frame['n_layer'].astype(str),
+        accuracy=1 / (frame['length'] + frame['seed']),
+        floor=frame['length'].map(floor),
+        beyond=frame['length'] > 32,
+        span=span,
+        window=window,
+        exceeds=span > window,
+    )
+
+
+@pytest.mark.parametrize('window, start', [(64, 57), (60, 53), (20, 13), (4, 1)])
+def test_a_picture_shows_where_answers_exceed_the_window(window, start):
+    """An answer of D4 spans its moves and 8 bytes. No chain of 57 moves is in the test text. The
+    note stays within its panel."""
+    figure = states.draw(scores_of('dcba,bcda', window=window))
+    (axes,) = figure.axes
+    (line,) = [x for x in axes.lines if x.get_linestyle() == ':']
+    (note,) = [x for x in axes.texts if 'window' in x.get_text()]
+    assert list(line.get_xdata()) == [start, start]
+    assert note.get_text() == f'from {start} on: longer than the window, W = {window} bytes'
+    figure.draw_without_rendering()
+    inner, outer = note.get_window_extent(), axes.get_window_extent()
+    assert outer.x0 < inner.x0 < inner.x1 < outer.x1 and outer.y0 < inner.y0 < inner.y1 < outer.y1
+
+
+def test_a_picture_names_guessing_last_and_counts_seeds():
+    one = states.draw(scores_of('S5'))
+    names = [text.get_text() for text in one.legends[0].get_texts()]
+    assert names == ['recurrent, L = 1', 'non-recurrent, L = 8', states.GUESSING]
+    markers = {line.get_marker() for line in one.axes[0].lines if line.get_color() == 'gray'}
+    assert markers == {'None'} and not one.legends[0].findobj(LineCollection)  # bars of errors
+    assert one.get_suptitle().endswith('experts; 1 seed each')
+    two = states.draw(pandas.concat([scores_of('S5', 4), scores_of('Z5', 4)]))
+    assert [axes.get_title() for axes in two.axes] == ['S5: moves', 'Z5: moves']
+    assert two.get_suptitle().endswith('; ± one standard error; 4 seeds each')
+    assert len(two.legends[0].findobj(LineCollection)) == 2
+
+
+def test_a_picture_of_lengths_beyond_training_alone_is_shaded():
+    """As of a state that is erased more moves before the answer than training has."""
+    scores = scores_of('S5')
+    (axes,) = states.draw(scores[scores['beyond']]).axes
+    assert axes.patches[0].get_x() == 0.5 and axes.patches[0].get_width() == 64
 
 
 def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, monkeypatch, capsys):

@@ -70,6 +70,13 @@ def test_a_run_logs_every_update(data, tmp_path):
     assert log[0]['val_bits_per_byte'] == pytest.approx(8, abs=1e-3)
 
 
+@pytest.mark.parametrize('max_iters, n_warnings', [(2, 1), (3, 1), (4, 0)])
+def test_a_rate_that_never_falls_is_named(data, tmp_path, capsys, max_iters, n_warnings):
+    assert run_lm(data, tmp_path, max_iters=max_iters, warmup_iters=3) == 0
+    error = capsys.readouterr().err
+    assert error.count(f'warning: max_iters = {max_iters}, warmup_iters = 3: ') == n_warnings
+
+
 @pytest.mark.parametrize('settings', [{}, {'recurrent': False}, LSTM], ids=str)
 def test_the_loss_falls_below_the_unigram_entropy(data, tmp_path, settings):
     """Squares modulo 11 have a unigram entropy of 1.77 nats, and each is determined by the ones
