@@ -711,6 +711,21 @@ def join_values(arguments: list[str]) -> list[str]:
     return joined
 
 
+def check_settings(edit: list[str], trainers: list[ModuleType]) -> None:
+    """Raise UserError for a setting that no trainer has, or whose value none takes."""
+    scripts = [Script(trainer.__file__, trainer.RANGES) for trainer in trainers]
+    for argument in edit:
+        name, errors = setting_of(argument), []
+        known = [script for script in scripts if name in script.defaults] or scripts[:1]
+        for script in known:
+            try:
+                script.read_argument(argument, [])
+            except UserError as error:
+                errors.append(error)
+        if len(errors) == len(known):
+            raise errors[0]
+
+
 def main() -> int:
     """Check what the edit changes, each part in a process of its own. Return the exit status: 0 =
     all modes agree, 1 = some disagree, 2 = the settings are refused."""
@@ -721,10 +736,7 @@ def main() -> int:
     trainers = list(SCRIPTS)
     if not part:
         trainers = [x for x in SCRIPTS if all or changed_files(x)] or trainers
-    scripts = [Script(trainer.__file__) for trainer in trainers]
-    for name in map(setting_of, edit):
-        if not any(name in script.defaults for script in scripts):
-            scripts[0].check(name, None, 'command line')  # raises UserError
+    check_settings(edit, trainers)
     if part:
         return check_part(edit)
     parts = []
