@@ -547,17 +547,24 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         expected = [saved['entries'], saved['model']]
         report_unequal('exported', 'settings and weights of run and export', found, expected)
 
+    record = log_of(run)[-1]
+    uses = {
+        f'evaluated {x.name}': (script, f'--out_dir={x}', '--eval_only=True') for x in (run, export)
+    }
     if trainer is train_lm:
-        logged = f'loss {log_of(run)[-1]["val_loss"]:.4f} '
-        use = use_lm
+        logged = f'loss {record["val_loss"]:.4f} '
     else:
-        logged = f'return {log_of(run)[-1]["eval_return"]:.2f},'
-        use = use_agent
-    for x in (run, export):
-        with checking(f'evaluated {x.name}'):
-            printed = run_here(script, f'--out_dir={x}', '--eval_only=True')
-            report_printed(f'evaluated {x.name}', printed, logged)
-    use(run, export)
+        logged = f'return {record["eval_return"]:.2f},'
+        levels = f'--n_levels={settings_of(run)["eval_games"]}'
+        options = ('--which=last', '--device=cpu', '--measure=True', levels)
+        uses['played'] = ('play_sokoban.py', f'--out_dir={export}', *options)
+    for mode, command in uses.items():
+        with checking(mode):
+            printed = run_here(*command)
+            text = f'logged {logged} now: {printed.splitlines()[-1]}'
+            report(mode, 'as logged' if logged in printed else text, logged in printed)
+    if trainer is train_lm:
+        use_lm(export, run)
 
     for argument in edit:
         others = [x for x in edit if x != argument]
@@ -571,49 +578,26 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
                     report('settings', f'{argument} changes nothing')
 
 
-def report_printed(mode: str, printed: str, logged: str) -> None:
-    """Report whether a script has printed the result that a run has logged."""
-    text = f'logged {logged} now: {printed.splitlines()[-1]}'
-    report(mode, 'as logged' if logged in printed else text, logged in printed)
-
-
 @torch.no_grad()
-def use_lm(run: Path, export: Path) -> None:
-    """Load a language model from a run and from its export, score a text, and sample."""
-    settings = settings_of(run)
-    logged = {'loss': {'': torch.tensor(log_of(run)[-1]['val_loss'])}}
+def use_lm(export: Path, run: Path) -> None:
+    """Load a language model from the export of a run, score a text, and sample."""
+    with checking('loaded'):
+        settings = settings_of(run)
+        model = type(train_lm.make_model(vars(train_lm), VOCAB)).load_trained(export)
+        sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
+        x, y = load_val(find_shards(settings['data_dir'], 'val'), *sizes)
+        loss, _ = model(x, y, model.init_state(len(x)))
+        found, logged = loss.cross_entropy, torch.tensor(log_of(run)[-1]['val_loss'])
+        losses = {'loss': {'': found}}, {'loss': {'': logged}}
+        compare('loaded', 'validated, and as logged', *losses, FLOAT32)
     text = run.parent / 'text'
     text.write_text('Fellow citizens of the Senate and of the House. ' * 4)
-    options = ('sample.py', '--which=last', '--device=cpu', '--dtype=float32')
-    uses = {'scored': (*options, f'--score={text}')}
+    options = ('sample.py', '--device=cpu', '--dtype=float32', f'--out_dir={export}')
+    with checking('scored'):
+        report('scored', run_here(*options, f'--score={text}').rpartition(': ')[2].strip())
     if train_lm.arch == 'experts':  # an LSTM cannot be sampled
-        uses['sampled'] = (*options, '--prompt=Fellow citizens', '--max_new_tokens=9')
-        for x in (run, export):
-            with checking(f'loaded {x.name}'):
-                model = type(make_lm('plain', FLOAT32)).load_trained(x, 'last')
-                shards = find_shards(settings['data_dir'], 'val')
-                sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
-                texts = load_val(shards, *sizes)
-                loss, _ = model(*texts, model.init_state(len(texts[0])))
-                found = {'loss': {'': loss.cross_entropy}}
-                compare(f'loaded {x.name}', 'validated and as logged', found, logged, FLOAT32)
-    for mode, arguments in uses.items():
-        with checking(mode):
-            printed = [
-                run_here(*arguments, f'--out_dir={x}').replace(str(x), '') for x in (run, export)
-            ]
-            report_unequal(mode, 'results of run and export', *printed)
-
-
-def use_agent(run: Path, export: Path) -> None:
-    """Let an agent from a run and from its export play the evaluation levels."""
-    logged = f'return {log_of(run)[-1]["eval_return"]:.2f},'
-    games = settings_of(run)['eval_games']
-    options = ('--which=last', '--device=cpu', '--measure=True', f'--n_levels={games}')
-    for x in (run, export):
-        with checking(f'played {x.name}'):
-            printed = run_here('play_sokoban.py', *options, f'--out_dir={x}')
-            report_printed(f'played {x.name}', printed, logged)
+        with checking('sampled'):
+            report('sampled', repr(run_here(*options, '--max_new_tokens=9')))
 
 
 # ---- what is checked ----

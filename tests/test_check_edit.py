@@ -153,7 +153,7 @@ EDITS = {
                 '    model.scale = 0.5\n    model.cuda_graphs =',
             ),
         ],
-        wrong={'loaded run', 'loaded export'},
+        wrong={'loaded'},
     ),
 }
 SHORT = (
