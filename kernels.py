@@ -177,6 +177,8 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
     values += window
     tl.store(keys + new, k, real)
     tl.store(values + new, v, real)
+    if head is None:
+        tl.store(unrotated + window + new, kn, real)
 
     top = tl.sum(q.to(F32) * k.to(F32), 1) * (scale * LOG2E)
     parts = tl.zeros([padded(h.M), BS], F32)  # weights, summed over the steps of the loop
@@ -187,7 +189,7 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
         n = start + tl.arange(0, BS)
         seen = n < end
         if head is not None:
-            age = (slot + W - n) % W
+            age = slot - n + tl.where(n > slot, W, 0)
             seen = seen & (age > 0) & (age < tl.minimum(count, width))
         _k, old, p = _weights(q, keys, values, n, seen, top, scale, h)
         o = tl.dot(p.to(q.dtype), old, o, input_precision='ieee')
@@ -202,7 +204,6 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
     else:
         tl.store(out + _by_expert(b, c, m, h) + col, o / total[:, None], mask)
     if head is None:
-        tl.store(unrotated + window + new, kn, real)
         tl.store(lse + (b * h.C + c) * h.M + m, top + tl.log2(total), m < h.M)
 
 
