@@ -52,6 +52,7 @@ class Step(NamedTuple):
     advice: str
 
 
+# What matters most comes first.
 STEPS = [
     Step(
         'tests',
@@ -75,23 +76,15 @@ STEPS = [
         'try --cuda_graphs=False and --compile=False, in this order',
     ),
     Step(
-        'agent',
-        'train_sokoban.py config/sokoban_small_L4.py --split=generated --eval_split=generated '
-        '--n_levels=2000 --eval_games=64 --total_steps=128000 --dtype=auto --overwrite=True '
-        '--out_dir={out}/agent',
-        60,
-        'try --cuda_graphs=False, --compile=False and --dtype=float32, in this order',
+        'training',
+        'bench.py --suite=train --rounds=3 --seconds=0.3 --out={out}/training.json',
+        180,
+        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
         'decoding',
         'bench.py --suite=decode --streams=16 --rounds=3 --seconds=0.2 --out={out}/decoding.json',
         90,
-        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
-    ),
-    Step(
-        'training',
-        'bench.py --suite=train --rounds=3 --seconds=0.3 --out={out}/training.json',
-        180,
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
@@ -108,6 +101,14 @@ STEPS = [
         '--seconds=0.2 --modes=compiled,try_split,no_attention --out={out}/windows.json',
         60,
         'a mode that fails is one not to use',
+    ),
+    Step(
+        'agent',
+        'train_sokoban.py config/sokoban_small_L4.py --split=generated --eval_split=generated '
+        '--n_levels=2000 --eval_games=64 --total_steps=128000 --dtype=auto --overwrite=True '
+        '--out_dir={out}/agent',
+        60,
+        'try --cuda_graphs=False, --compile=False and --dtype=float32, in this order',
     ),
     Step(
         'agents',
