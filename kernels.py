@@ -181,7 +181,8 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
         tl.store(unrotated + window + new, kn, real)
 
     top = tl.sum(q.to(F32) * k.to(F32), 1) * (scale * LOG2E)
-    parts = tl.zeros([padded(h.M), BS], F32)  # weights, summed over the steps of the loop
+    # weights, summed over the steps of the loop and over neighbors, which one thread holds
+    parts = tl.zeros([padded(h.M), BS // 2], F32)
     o = tl.zeros(q.shape, F32) + v.to(F32)  # the token itself has weight exp(0)
     if totals is not None:
         o = tl.where(part == 0, o, 0.0)
@@ -193,7 +194,7 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
             seen = seen & (age > 0) & (age < tl.minimum(count, width))
         _k, old, p = _weights(q, keys, values, n, seen, top, scale, h)
         o = tl.dot(p.to(q.dtype), old, o, input_precision='ieee')
-        parts += p
+        parts += tl.sum(tl.reshape(p, (padded(h.M), BS // 2, 2)), 2)
     total = 1 + tl.sum(parts, 1)
     if totals is not None:
         at = _by_expert(b, c, m, h) + col
