@@ -69,7 +69,7 @@ def test_a_hack_is_right_from_training_to_its_export(tmp_path, hack):
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
     apply_hacks(tmp_path, hack)
     status, printed = run_check_edit(tmp_path, *SETTINGS.get(hack, []))
-    assert status == 0 and 'changes nothing' not in printed, printed
+    assert status == 0, printed
     pairs = re.findall(r', trained: (.*); HEAD: (.*)', printed)
     are_equal = [now == before for now, before in pairs]
     assert pairs and all(are_equal) == (hack in SAME_LOSSES), printed
