@@ -6,9 +6,9 @@ between two arrangements (data_states.py). The measure is the mean of the accura
 moves, 1,000 chains each, none of whose long ones is in a training text (paper/states.py), after the
 last update. Three budgets: equal bytes, 800 updates of 4,096 bytes; twice the bytes; and equal
 seconds, for each model as many updates as it makes in the time of 800 of recurrent L = 1, by the
-fastest 20 updates of each in states_rates.csv. Seeds 11 to 14: the nine runs of a seed in a budget
-are a block on one kind of processor, and a block that a change of processor interrupts starts over.
-Nothing is added to this afterwards.
+times in states_rates.csv. Seeds 11 to 14: the nine runs of a seed in a budget are a block on one
+kind of processor, and a block that a change of processor interrupts starts over. Nothing is added
+to this afterwards.
 
 Rules, by 100,000 draws with t-distributed errors (depth.py). Each is confirmed if it holds in at
 least 95% of them, refuted if it fails in at least 95% (a: by the same non-recurrent model), and

@@ -8,12 +8,15 @@ the highest that was tried, the next one is tried, too, by a factor of two.
 
     python data_states.py
     python -m paper.sweep states-rates --run --workers=2
+    python -m paper.sweep states-rates --run --workers=2 --vary=max_iters=60 \\
+        --only="learning_rate == 0.02 or baseline_lr == 0.016"
     python -m paper.studies.states_rates out/states-rates
 
-The second line takes an hour on two cores. The study takes its equal seconds from the fastest 20
-updates of each model, which other programs on the machine disturb least. The third adds the
-finished runs of a folder to paper/results/states_rates.csv, and prints the best rates; behind the
-folder, it takes the name of the processor of runs that did not record it (depth.py). One more:
+The second line takes an hour on two cores. The third, with nothing beside it, takes the times from
+which the study has its equal seconds: of each model the mean of the fastest 20 of 60 updates. The
+last adds the finished runs of a folder to paper/results/states_rates.csv, and prints the best
+rates; behind the folder, it takes the name of the processor of runs that did not record it
+(depth.py). One more:
 `--vary=learning_rate=0.16 --only="recurrent and n_layer == 1 and arch != 'lstm'"`.
 """
 
@@ -36,6 +39,7 @@ MODELS |= {f'n{cell["n_layer"]}': {'recurrent': False, **cell} for cell in equal
 MODELS['lstm'] = {'arch': 'lstm', **MODELS['r1']}
 RATES = {'r': [0.02, 0.04, 0.08], 'n': [0.005, 0.01, 0.02], 'l': [0.004, 0.008, 0.016, 0.032]}
 UPDATES = 800
+TIMED = 60  # updates of a run that only takes the time
 KEY = ['name', 'data_dir', 'rate', 'step', 'seed', 'processor']  # a table has each once
 COLUMNS = [*KEY, 'loss', 'seconds', 'commit']
 
@@ -75,23 +79,28 @@ def new_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
 
 def tuned(path: Path = TABLE) -> DataFrame:
     """Return a row for each model: its best `rate`, and in `updates` as many as it makes in the
-    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried
-    on one kind of processor."""
-    for _, part in pandas.read_csv(path).groupby('processor', sort=False) if path.exists() else ():
-        if {*part['name']} == {*MODELS}:
+    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried,
+    and their time has been taken on one kind of processor."""
+    table = pandas.read_csv(path) if path.exists() else DataFrame(columns=[*COLUMNS, 'ms'])
+    tried, timed = (table[table['step'] == n] for n in (UPDATES, TIMED))
+    for _, part in timed.groupby('processor', sort=False):
+        if {*tried['name']} == {*part['name']} == {*MODELS}:
             ms = part.groupby('name')['ms'].min()
-            best = part.loc[part.groupby('name')['loss'].idxmin()].set_index('name')
+            best = tried.loc[tried.groupby('name')['loss'].idxmin()].set_index('name')
             return best.assign(updates=(UPDATES * ms['r1'] / ms).round().astype(int)).loc[[*MODELS]]
     return DataFrame()
 
 
 def report(path: Path = TABLE) -> None:
-    """Print the losses by rate, and once all models have been tried, the best rates and the updates
-    in equal time."""
+    """Print the losses by rate and, once all models have been tried and timed, the best rates and
+    the updates in equal time."""
     if not path.exists():
         raise UserError(f'{path}: no run has finished yet')
-    losses = pandas.read_csv(path).pivot_table('loss', 'name', 'rate')
-    print(f'{losses.round(4).to_string()}\n{tuned(path).to_string()}')
+    table = pandas.read_csv(path)
+    losses = table[table['step'] == UPDATES].pivot_table('loss', 'name', 'rate')
+    print(losses.round(4).to_string())
+    if len(best := tuned(path)):
+        print(best.to_string())
     for name, row in losses.iterrows():
         rates = row.dropna().index
         if row.idxmin() in (rates.min(), rates.max()):
