@@ -56,8 +56,9 @@ class Step(NamedTuple):
 STEPS = [
     Step(
         'tests',
-        '-m pytest -q -m "gpu and smoke" --ignore=tests/test_sokoban_gym.py',
-        150,
+        '-m pytest -q -m "gpu and smoke" --tb=short --show-capture=no --basetemp={out}/tests '
+        'tests/test_gpu.py',
+        180,
         'a test names what differs: CUDA graphs (train with --cuda_graphs=False), compilation '
         '(--compile=False) or Triton kernels (--overrides=False). PYTORCH_ALLOC_CONF='
         'expandable_segments:False in the environment turns off the allocator that runs choose',
@@ -65,14 +66,14 @@ STEPS = [
     Step(
         'recurrent',
         'train_lm.py config/small_L2.py --data_dir={data} --out_dir={out}/recurrent ' + TRAINING,
-        120,
+        150,
         'try --overrides=False, --cuda_graphs=False and --compile=False, in this order',
     ),
     Step(
         'nonrecurrent',
         'train_lm.py config/small_nonrecurrent_L2.py --n_layer=16 --n_expert=1 --data_dir={data} '
         '--out_dir={out}/nonrecurrent ' + TRAINING,
-        90,
+        130,
         'try --cuda_graphs=False and --compile=False, in this order',
     ),
     Step(
@@ -170,7 +171,12 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     text = log.read_text(errors='replace')
-    for path, short in ((ROOT, '.'), (sys.prefix, 'python'), (pathlib.Path.home(), '~')):
+    for path, short in (
+        (folder, 'OUT'),
+        (ROOT, '.'),
+        (sys.prefix, 'python'),
+        (pathlib.Path.home(), '~'),
+    ):
         text = text.replace(str(path), short)  # the report names no folders of this machine
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
     record = {
@@ -244,12 +250,13 @@ def main() -> int:
         raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
     end = time.perf_counter() + 60 * minutes
     write_data(folder / 'data')
+    code = code_record(ROOT / 'bench.py')  # which imports the trainers
     report = {
         'date': time.strftime('%Y-%m-%d'),
         'device_name': ranks.device_name('cuda'),
         'torch': str(torch.__version__),
         'triton': triton_version(),
-        'code': code_record(__file__),
+        'code': {name: x for name, x in code.items() if name != 'folder'},
         'steps': [],
         # by step
         'training': {},
