@@ -87,7 +87,8 @@ def tuned(path: Path = TABLE) -> DataFrame:
         if {*tried['name']} == {*part['name']} == {*MODELS}:
             ms = part.groupby('name')['ms'].min()
             best = tried.loc[tried.groupby('name')['loss'].idxmin()].set_index('name')
-            return best.assign(updates=(UPDATES * ms['r1'] / ms).round().astype(int)).loc[[*MODELS]]
+            updates = (UPDATES * ms['r1'] / ms).round().astype(int)
+            return best.assign(ms=ms, updates=updates).loc[[*MODELS]]
     return DataFrame()
 
 
