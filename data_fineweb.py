@@ -43,6 +43,7 @@ import csv
 import functools
 import glob
 import hashlib
+import inspect
 import itertools
 import json
 import lzma
@@ -349,7 +350,10 @@ def open_function(documents: Callable[[], Iterable[str]], config: dict) -> Sourc
     name = documents.__name__
 
     def read() -> Iterator[Text]:
-        for number, value in enumerate(documents(), 1):
+        values = documents()
+        if not isinstance(values, Iterable):
+            raise UserError(f'{name}() returned {values!r}: it must yield texts')
+        for number, value in enumerate(values, 1):
             yield Text(f'{name}, document {number}', True, value)
 
     return open_texts(read, name, config['shuffle_seed'], config)
@@ -775,6 +779,10 @@ def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = No
 
 @explain_errors('--shuffle_seed holds all text in memory: leave it out')
 def main(documents: Callable[[], Iterable[str]] | None = None) -> None:
+    if documents is not None and not inspect.isfunction(documents):
+        raise UserError(
+            f'main({documents!r}): takes a function without arguments that yields texts'
+        )
     make_shards(configure(globals()), documents)
 
 

@@ -1,5 +1,6 @@
 """Test data_fineweb.py: from documents to shards, resumed after every kind of end, and mistakes."""
 
+import functools
 import gzip
 import json
 import os
@@ -149,6 +150,9 @@ def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(
     assert_refused('was prepared with source', prepare, tmp_path, lambda: DOCUMENTS[1:])
     assert_refused('choose one source', prepare, tmp_path / 'new', generated, demo=True)
     assert_refused('document 2: 7 is not text', prepare, tmp_path / 'new', lambda: ['a', 7])
+    assert_refused('returned None: it must yield texts', prepare, tmp_path / 'new', lambda: None)
+    assert_refused('takes a function', df.main, functools.partial(generated))
+    assert_refused('takes a function', df.main, DOCUMENTS)
 
 
 def test_the_script_of_the_docstring_prepares_what_its_function_yields(tmp_path):
