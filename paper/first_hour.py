@@ -83,18 +83,18 @@ STEPS = [
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
-        'decoding',
-        'bench.py --suite=decode --streams=16 --rounds=3 --seconds=0.2 --out={out}/decoding.json',
-        90,
-        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
-    ),
-    Step(
         'kernels',
         'bench.py --suite=train --shapes=2,8 --contexts=64 --rounds=3 --seconds=0.3 '
         '--modes=compiled,try_tile,try_stores,no_attention,no_experts,no_loss '
         '--out={out}/kernels.json',
         120,
         'a mode that fails is one not to use',
+    ),
+    Step(
+        'decoding',
+        'bench.py --suite=decode --streams=16 --rounds=3 --seconds=0.2 --out={out}/decoding.json',
+        90,
+        'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
         'windows',

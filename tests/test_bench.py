@@ -63,6 +63,13 @@ def test_every_mode_is_measured_and_written_as_json_and_markdown(tmp_path, capsy
     assert table in capsys.readouterr().out and table.count('\n|') == 2 + len(rows)
 
 
+def test_kernels_are_not_left_out_of_the_transformers_training(tmp_path):
+    """It has none, so that the mode would be measured twice."""
+    assert run_main('--suite=train', '--modes=no_loss', f'--out={tmp_path}/report.json') == 0
+    _, rows = read_report(tmp_path / 'report.json')
+    assert [*rows] == [('train', 'recurrent', 'no_loss')]
+
+
 def test_figures_follow_from_seconds():
     """They are per GPU, and for all GPUs together; those of decoding are milliseconds."""
     apply_settings('--vocab_size=50304')
