@@ -383,11 +383,11 @@ def attempt(row: dict, call: Callable, *args: object) -> object:
 
 def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
     """Return the results of a cell, one row per mode. The modes take turns."""
-    about = cell._asdict()
+    sizes = cell._asdict()
     if cell.suite != 'sokoban':
-        about['W'] = window or cell.C
+        sizes['W'] = window or cell.C
     rows = [
-        {**about, 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)} for mode in modes
+        {**sizes, 'mode': mode, 'status': 'ok', 'seconds': [], **published(cell)} for mode in modes
     ]
     runs = [attempt(row, set_up, cell, row['mode'], machine, row) for row in rows]
     for _, (row, run) in itertools.product(range(rounds), list(zip(rows, runs, strict=True))):

@@ -152,7 +152,7 @@ def report(mode: str, text: str, agrees: bool = True) -> None:
 
 @contextlib.contextmanager
 def checking(mode: str) -> Iterator[None]:
-    """Name the mode in which the edit raises an error, and go on after the with statement."""
+    """Name the mode in which the edit raises an error, and continue after the with statement."""
     try:
         yield
     except UserError as error:
@@ -316,7 +316,7 @@ def check_training() -> None:
 @torch.no_grad()
 def decode(mode: str, precision: Precision) -> dict[str, dict]:
     """Return the logits of 24 tokens, by one forward, or by a decoder: from the start, after a
-    prompt, and in a forward that goes on from the decoder's state."""
+    prompt, and in a forward that continues from the decoder's state."""
     tokens = random_tokens(2, 24)
     model = make_lm('compiled' if mode == 'decoding compiled' else 'fast', precision).eval()
     state, logits = model.init_state(2), []
@@ -571,7 +571,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         use_lm(export, run)
 
     for argument in edit:
-        if argument.startswith(('--arch=', '--recurrent=')):  # every script here has them
+        if setting_of(argument) in ('arch', 'recurrent'):  # among the fixed ones, too
             continue
         others = [x for x in edit if x != argument]
         with checking('settings'):
@@ -589,7 +589,8 @@ def use_lm(export: Path, run: Path) -> None:
     """Load a language model from the export of a run, score a text, and sample."""
     with checking('loaded'):
         settings = settings_of(run)
-        model = type(train_lm.make_model(vars(train_lm), VOCAB)).load_trained(export)
+        model_type = type(train_lm.make_model(vars(train_lm), VOCAB))  # as the trainer has it
+        model = model_type.load_trained(export)
         sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
         x, y = load_val(find_shards(settings['data_dir'], 'val'), *sizes)
         loss, _ = model(x, y, model.init_state(len(x)))

@@ -529,9 +529,6 @@ def open_dataset(folder: str, config: dict) -> Source:
 # ---- documents to shards ----
 
 
-CONTENT = re.compile(r'\d+ documents, \d+ bytes, sha256 \w+')  # what a source of --text ends with
-
-
 def encode_batch(tokenizer: Tokenizer, batch: list[Text]) -> tuple[np.ndarray, list[str]]:
     """Return the tokens of documents, an end-of-text token before each, and a message about each
     document that cannot be used and has no tokens."""

@@ -118,7 +118,8 @@ def runs(folders: Folders) -> DataFrame:
                 row['loss'] = last.get('val_loss')
         rows.append(row)
     frame = DataFrame(rows)
-    frame['order'], by = pandas.factorize(frame['plan'])[0], ['model', 'order', *CELL[2:], 'seed']
+    frame['order'] = pandas.factorize(frame['plan'])[0]
+    by = ['model', 'order', *CELL[2:], 'seed']
     ascending = [name != 'kind' for name in by]
     return frame.sort_values(by, ascending=ascending, ignore_index=True).drop(columns='order')
 

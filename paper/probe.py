@@ -143,7 +143,8 @@ def load_player(folder: str, device: str) -> Player:
         raise UserError(f'{folder}: its config.json lacks the settings of the run')
     torch.manual_seed(settings['seed'])  # as train_sokoban.py does before it builds the agent
     untrained = build_agent(agent.config).to(device).eval()
-    name, c = os.path.basename(os.path.abspath(folder)), agent.config
+    name = os.path.basename(os.path.abspath(folder))
+    c = agent.config
     kind = '' if c.recurrent else ', non-recurrent'
     label = f'L = {c.n_layer}, E = {c.n_expert}, d = {c.n_embd}{kind}'
     return Player(name, label, agent, untrained, settings)

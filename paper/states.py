@@ -305,7 +305,7 @@ def tabulate(scores: DataFrame) -> DataFrame:
 def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Figure:
     """Return a picture of the accuracies over the number of moves, a panel for each task, a color
     for each L. The lengths beyond those of training are shaded, and a line stands where answers
-    begin to exceed a window, even if that length is not in the test text."""
+    start to exceed a window, even if that length is not in the test text."""
     by = ['panel', 'line', 'model', 'kind', 'n_layer', 'length']
     guesses = scores.drop_duplicates(['panel', 'length'])[['panel', 'length', 'floor']].dropna()
     points = pandas.concat(

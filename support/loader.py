@@ -25,6 +25,8 @@ MAGIC = 20240520
 HEADER = 256  # length of the header in int32
 DTYPES = {1: '<u2', 2: '<u4'}  # of the tokens, by version
 READY_MADE = 'kjj0/fineweb10B-gpt2'  # on the Hub: FineWeb's sample-10BT in shards of this format
+# What the source of a text or of a folder of texts ends with (data_fineweb.py).
+CONTENT = re.compile(r'\d+ documents, .*, sha256 .*')
 SHARD = re.compile(r'(.+?)(?:_(train|val))?_(\d+)\.bin')  # name, split and number
 
 
@@ -126,14 +128,13 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
             raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
-        # A text under another name is the same text.
-        before, now = (
-            re.findall(r'\d+ documents, .*, sha256 .*', str(x)) for x in (meta.get(key), value)
-        )
-        if meta.get(key) != value and not before == now != []:
+        before = meta.get(key)
+        content = CONTENT.findall(str(value))  # a text under another name is the same text
+        is_same_text = content and content == CONTENT.findall(str(before))
+        if before != value and not is_same_text:
             advice = 'choose another --data_dir or delete it'
             raise UserError(
-                f'{folder} was prepared with {key} = {meta.get(key)!r}, not {value!r}: {advice}'
+                f'{folder} was prepared with {key} = {before!r}, not {value!r}: {advice}'
             )
     if meta['source'] != READY_MADE:
         refuse_missing(folder, meta)

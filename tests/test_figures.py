@@ -555,6 +555,12 @@ def make_rates(best):
     return pandas.DataFrame(rows)
 
 
+def verdicts_in(printed):
+    """Return the lines with the verdicts of the rules (a) and (b)."""
+    outcomes = ('confirmed', 'refuted', 'undecided', '(b)')
+    return [line for line in printed.splitlines() if line.startswith(outcomes)]
+
+
 @pytest.mark.parametrize(
     'best, a, b',
     [
@@ -572,12 +578,11 @@ def test_the_study_of_learning_rates_judges_each_and_both(
     table = make_rates(dict(zip(cells, best, strict=True)))
     table[table['learning_rate'] == 0.02].to_csv(depth_rates.TABLE, index=False)
     depth_rates.report()
-    words = ['(b)', *('confirmed', 'refuted', 'undecided')]
-    found = [s for s in capsys.readouterr().out.splitlines() if s.startswith(tuple(words))]
+    found = verdicts_in(capsys.readouterr().out)
     assert found[0].startswith(a[0]) and found[1:] == ['(b) waits for all blocks']
     table.to_csv(depth_rates.TABLE, index=False)
     depth_rates.report()
-    found = [s for s in capsys.readouterr().out.splitlines() if s.startswith(tuple(words))]
+    found = verdicts_in(capsys.readouterr().out)
     assert [s.removeprefix('(b) ').split(':')[0] for s in found] == a + b
 
 

@@ -129,8 +129,8 @@ def add(path: Path, folder: str, processor: str = '') -> None:
             regex='^(step|val_loss|eval_.*(return|rate))$'
         )
         log = log.dropna(subset=log.columns.drop('step'))
-        about = DataFrame([{name: run[name] for name in RUN}])
-        append(about.merge(log, how='cross'), path.with_stem(f'{path.stem}_evaluations'))
+        key = DataFrame([{name: run[name] for name in RUN}])
+        append(key.merge(log, how='cross'), path.with_stem(f'{path.stem}_evaluations'))
 
 
 def print_commits(table: DataFrame, blocks: DataFrame) -> None:

@@ -16,7 +16,7 @@ The second line takes an hour on two cores. The third, with nothing beside it, t
 which the study has its equal seconds: of each model the mean of the fastest 20 of 60 updates. The
 last adds the finished runs of a folder to paper/results/states_rates.csv, and prints the best
 rates; behind the folder, it takes the name of the processor of runs that did not record it
-(depth.py). One more:
+(depth.py). A rate beyond the edge:
 `--vary=learning_rate=0.16 --only="recurrent and n_layer == 1 and arch != 'lstm'"`.
 """
 

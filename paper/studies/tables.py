@@ -132,10 +132,9 @@ def language_models() -> None:
     print_lead('Xeon', ratio['r2'], loss['r2', 688] - loss['n8', 688], doubled)
     undisturbed = pandas.read_csv(depth.TABLE).query('seed > 11')  # block 11 ran on a busy machine
     seconds = undisturbed.groupby(['recurrent', 'n_layer'])['seconds'].sum()
-    means, best = blocks.mean(), [(True, 2), (False, 8)]
-    print_lead(
-        'Zen 4', seconds[best[0]] / seconds[best[1]], means[best[0]] - means[best[1]], doubled
-    )
+    r2, n8 = (True, 2), (False, 8)
+    means = blocks.mean()
+    print_lead('Zen 4', seconds[r2] / seconds[n8], means[r2] - means[n8], doubled)
     pairs = study.merge(read('study_long'), on=['name', 'seed'])
     difference = (pairs['loss_64k_x'] - pairs['loss_64k_y']).abs().max()
     print(f'loss_64k of one seed on a Zen 5 and on a Xeon: at most {difference:.4f} apart')
