@@ -78,8 +78,8 @@ STEPS = [
     ),
     Step(
         'training',
-        'bench.py --suite=train --rounds=3 --seconds=0.3 --out={out}/training.json',
-        180,
+        'bench.py --suite=train --contexts=64 --rounds=3 --seconds=0.3 --out={out}/training.json',
+        150,
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
@@ -125,7 +125,7 @@ STEPS = [
     ),
     Step(
         'contexts',
-        'bench.py --suite=train --contexts=128,1024,32,2048 --rounds=3 --seconds=0.3 '
+        'bench.py --suite=train --contexts=256,128,1024,32,2048 --rounds=3 --seconds=0.3 '
         '--out={out}/contexts.json',
         600,
         'a cell that failed has its reason in the table',
@@ -135,7 +135,7 @@ STEPS = [
 TRAINED = {'recurrent': ('recurrent', 2, 8, 64), 'nonrecurrent': ('transformer', 16, 1, 256)}
 # Lines of a step's output that say what a run does.
 TELLING = re.compile(
-    r'no CUDA graph|does not work|overrides? |rows per micro-batch|passed|failed|^error|solved'
+    r'no CUDA graph|does not work|Triton over|rows per micro-batch|passed|failed|^error|solved'
 )
 
 
@@ -232,7 +232,7 @@ def write_report(report: dict, path: pathlib.Path) -> None:
         lines = step.get('last_lines', step['lines'])
         text += '\n```\n' + '\n'.join(lines) + '\n```\n' if lines else ''
         if run := report['training'].get(name):
-            text += f'\n{describe(run, report["cells"].get("training", []))}\n'
+            text += f'\n{describe(run, sum(report["cells"].values(), []))}\n'
         if table := report['tables'].get(name):
             text += f'\n{table}'
     write_json({name: x for name, x in report.items() if name != 'tables'}, path)

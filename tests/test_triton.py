@@ -35,8 +35,8 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(
-    triton.__version__.startswith('3.6.') and np.lib.NumpyVersion(np.__version__) >= '2.5.0',
-    reason='the interpreter of Triton 3.6 needs a NumPy before 2.5',
+    triton.__version__.startswith('3.6.') and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
+    reason='the interpreter of Triton 3.6 needs a NumPy before 2.4',
 )
 def test_in_the_interpreter(request):
     files = __file__, Path(__file__).with_name('test_decode.py')
