@@ -10,15 +10,17 @@ which the edit changes a file since git's HEAD, or all if it changes none. The s
 - training: a small random model trains in every mode and dtype. Losses, gradients and state must be
   those of the `plain` mode in float64, which is autograd over the equations, token by token. `fast`
   is unroll.py, `compiled` goes through torch.compile, and `recomputed` runs a chunk in segments.
-  An agent runs `eager` or compiled.
+  An agent runs `eager` or compiled. Gradients must reach every weight and be the slope of the loss:
+  of the model, of a chunk (make_chunk of train_lm.py), and of a rollout (a2c_loss of
+  train_sokoban.py), whose advantages count as given.
 - evaluation: decoding and validation must give the logits and losses of one forward, and the steps
   of an agent those of an unroll.
 - scripts: they train a small model, resume it in a new process, evaluate, export and use it.
 
-The loss of agents, a2c_loss of train_sokoban.py, is trained and resumed, but in no other mode.
-
 Each line says what was compared and how much it differs, relative to its size. A line that starts
-with WRONG names a mode that disagrees, and the exit status is then 1.
+with WRONG names a mode that disagrees, and the exit status is then 1. The last lines name settings
+that changed nothing, and those that are new since HEAD but were not given: of them nothing has been
+checked.
 
 All modes start from the same random state. Where an edit draws random numbers in training, as
 dropout does, each dtype is compared with its own plain mode, because dtypes draw other numbers.
@@ -98,11 +100,11 @@ TINY = {
     train_sokoban: '--n_layer=2 --n_expert=3 --n_embd=8 --head_dim=16 --router_dim=5'.split(),
 }
 SMALL = {
-    train_lm: """--n_layer=2 --n_expert=2 --n_embd=64 --n_head=2 --window=16 --block_size=16
+    train_lm: """--n_layer=2 --n_expert=3 --n_embd=64 --n_head=2 --window=16 --block_size=16
         --tokens_per_step=512 --max_iters=12 --warmup_iters=2 --val_tokens=1024 --val_streams=8
         --eval_interval=6 --tokenizer=bytes --compile=False --threads=1 --device=cpu
         --dtype=float32""".split(),
-    train_sokoban: """--n_layer=2 --n_expert=2 --n_embd=8 --head_dim=16 --split=generated
+    train_sokoban: """--n_layer=2 --n_expert=3 --n_embd=8 --head_dim=16 --split=generated
         --eval_split=generated --n_levels=50 --n_boxes=1 --max_moves=6 --time_limit=12 --n_envs=8
         --unroll=5 --total_steps=480 --eval_interval=6 --eval_games=16 --log_interval=1
         --compile=False --threads=1 --device=cpu --dtype=float32""".split(),
@@ -116,6 +118,7 @@ MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES
     'recomputed': ('fast', False, 0),
     'compiled recomputed': ('fast', True, 0),
 }
+IDLE = 'changes nothing'  # what is said of a setting
 # What the logs and checkpoints of equal runs need not share.
 TIMES = {'ms', 'tokens_per_s', 'env_steps_per_s', 'seconds', 'val_seconds', 'logged_seconds'}
 TIMES |= {'config', 'metadata'}
@@ -191,7 +194,8 @@ def compare(mode: str, what: str, found: dict, expected: dict, precision: Precis
         allowed = precision.tolerance / (10 if 'loss' in group else 1)
         texts.append(f'{group} {error:.0e}')
         if error > allowed:
-            texts[-1] += f'{name and f" in {name}"} (rounding explains {allowed:.0e})'
+            where = f' in {name}' if name else ''
+            texts[-1] = f'{group} {error:.1e}{where} (rounding explains {allowed:.0e})'
             agrees = False
     report(mode, f'{what}, differences: {", ".join(texts)}', agrees)
 
@@ -206,9 +210,15 @@ def has_drawn() -> bool:
     return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
 
 
-def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precision], dict]) -> dict:
+def compare_modes(
+    what: str,
+    modes: tuple[str, ...],
+    run: Callable[[str, Precision], dict],
+    may_draw: bool = False,
+) -> dict:
     """Compare the results of run(mode, precision), which starts with seed(), in all modes and
-    precisions with those of the first mode in float64, and return the latter."""
+    precisions with those of the first mode in float64, and return the latter. may_draw: whether an
+    edit may draw random numbers here."""
     reference = expected = None
     is_random = False
     for precision, mode in itertools.product((FLOAT64, FLOAT32, BFLOAT16), modes):
@@ -218,7 +228,9 @@ def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precisi
             if reference is None:
                 reference = expected = found
                 is_random = has_drawn()
-                report(name, f'{what}: the reference')
+                drawn = is_random and not may_draw
+                text = 'draws random numbers, although the model is in eval()'
+                report(name, f'{what}: {text if drawn else "the reference"}', not drawn)
             elif is_random and mode == modes[0]:
                 expected = found
                 report(name, f'{what}: the reference, because other dtypes draw other numbers')
@@ -227,29 +239,52 @@ def compare_modes(what: str, modes: tuple[str, ...], run: Callable[[str, Precisi
     return reference
 
 
-def check_gradients(model: nn.Module, loss_of: Callable[[], Tensor]) -> None:
-    """Check that gradients reach all weights of a model in float64 and, unless the edit stops them
-    on purpose, that they are the slope of loss_of(), the model's loss, in a random direction."""
-    weights = {name: p for name, p in model.named_parameters() if p.numel()}
-    seed()
-    grads = torch.autograd.grad(loss_of(), list(weights.values()), materialize_grads=True)
-    unused = [name for name, x in zip(weights, grads, strict=True) if not x.any()]
+def check_reach(mode: str, weights: dict[str, Tensor], grads: tuple[Tensor, ...]) -> None:
+    """Check that gradients reach all weights. In float64, those that only rounding keeps from 0 are
+    at most about 1e-16 of the others."""
+    norms = [x.norm().item() for x in grads]
+    unused = [name for name, x in zip(weights, norms, strict=True) if not x > 1e-12 * max(norms)]
     if unused:
-        report('gradients', f'none for {", ".join(unused)}', agrees=False)
+        report(mode, f'none for {", ".join(unused)}', agrees=False)
+
+
+def check_slope(
+    mode: str,
+    inputs: list[Tensor],
+    grads: tuple[Tensor, ...],
+    loss_of: Callable[[], Tensor],
+    step: float = 1e-6,
+    tolerance: float = 1e-6,
+) -> None:
+    """Check that the gradients of loss_of() by some inputs are its slope in a random direction,
+    unless the edit stops gradients on purpose. The inputs move by a step, in place."""
     if detaches:
         return
-    direction = [torch.randn_like(p) for p in weights.values()]
-    expected = sum((x * d).sum() for x, d in zip(grads, direction, strict=True))
+    direction = [torch.randn_like(x) for x in inputs]
+    slope = sum((x * d).sum() for x, d in zip(grads, direction, strict=True))
     losses = []
-    for step in (1e-6, -2e-6):  # from the weights to one side, then to the other
-        for p, d in zip(weights.values(), direction, strict=True):
-            p.data += step * d
+    for way in (step, -2 * step):  # to one side, then to the other
+        for x, d in zip(inputs, direction, strict=True):
+            x.data += way * d
         seed()
         losses.append(loss_of().detach())
-    found, expected = {'slope': (losses[0] - losses[1]) / 2e-6}, {'slope': expected}
-    compare(
-        'gradients', 'against finite differences', {'slopes': found}, {'slopes': expected}, FLOAT64
-    )
+    found = {'slopes': {'': (losses[0] - losses[1]) / (2 * step)}}
+    precision = FLOAT64._replace(tolerance=tolerance)
+    compare(mode, 'against finite differences', found, {'slopes': {'': slope}}, precision)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a model by name, without empty ones."""
+    return {name: p for name, p in model.named_parameters() if p.numel()}
+
+
+def check_gradients(model: nn.Module, loss_of: Callable[[], Tensor]) -> None:
+    """Check the gradients of loss_of(), the loss of a model in float64."""
+    weights = weights_of(model)
+    seed()
+    grads = torch.autograd.grad(loss_of(), list(weights.values()), materialize_grads=True)
+    check_reach('gradients', weights, grads)
+    check_slope('gradients', list(weights.values()), grads, loss_of)
 
 
 # ---- language models in all modes ----
@@ -294,7 +329,8 @@ def check_training() -> None:
     modes = ('plain', 'fast', 'compiled')
     if train_lm.recurrent:
         modes += ('recomputed', 'compiled recomputed')
-    reference = compare_modes(f'2 chunks of {train_lm.block_size} tokens', modes, train)
+    what = f'2 chunks of {train_lm.block_size} tokens'
+    reference = compare_modes(what, modes, train, may_draw=True)
     with checking('micro-batches'):
         found = train('fast', FLOAT64, rows=1)
         if has_drawn():
@@ -311,6 +347,30 @@ def check_training() -> None:
     with checking('gradients'):
         model, (x, y) = make_lm('plain', FLOAT64), random_tokens(2, 2, train_lm.block_size)
         check_gradients(model, lambda: model(x, y)[0].objective)
+    with checking('gradients of a chunk'):
+        check_chunk()
+
+
+def check_chunk() -> None:
+    """Check that the gradients of a chunk are the slope of the loss that it reports."""
+    model, T = make_lm('plain', FLOAT64), train_lm.block_size
+    x, y = random_tokens(2, 2, T)
+    loss, _ = model(x, y)
+    if not torch.equal(loss.objective, loss.cross_entropy):
+        report('gradients of a chunk', 'not compared: it reports the cross-entropy alone')
+        return
+
+    def loss_of() -> Tensor:
+        stream = Stream(model, 2, T, 2, carries=model.recurrent)
+        loss = torch.zeros_like(model.head[0, 0])
+        stream.run('train', train_lm.make_chunk(model, 2, loss, stream.autocast), x, y)
+        return loss
+
+    seed()
+    loss_of()
+    weights = [p for p in weights_of(model).values() if p.grad is not None]
+    grads = tuple(p.grad.clone() for p in weights)
+    check_slope('gradients of a chunk', weights, grads, loss_of)
 
 
 @torch.no_grad()
@@ -401,7 +461,7 @@ def run_agent(mode: str, precision: Precision) -> dict[str, dict]:
     agent, obs, start = make_agent(precision)
     compiling.fused.enabled = mode == 'compiled'
     loss = agent_loss(agent, obs, start)
-    weights = {name: p for name, p in agent.named_parameters() if p.numel()}
+    weights = weights_of(agent)
     grads = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
     gradients = dict(zip(weights, grads, strict=True))
     return {'loss': {'': loss.detach()}, 'gradients': gradients}
@@ -425,13 +485,43 @@ def act(mode: str, precision: Precision) -> dict[str, dict]:
     return {'logits': {'': logits}, 'values': {'': value}}
 
 
+def check_rollout() -> None:
+    """Check that the gradients of a2c_loss, on a rollout of random actions, reach all weights and,
+    as to the logits, are its slope. Values have none, because they are in their own targets."""
+    mode = 'gradients of a rollout'
+    if not hasattr(train_sokoban, 'a2c_loss'):
+        report(mode, 'not checked: train_sokoban.py has no a2c_loss')
+        return
+    agent, _, _ = make_agent(FLOAT64)
+    weights = weights_of(agent)
+    easy = dict(split='generated', eval_split='generated', n_levels=8, eval_games=8, n_boxes=1)
+    (levels, _), _ = train_sokoban.load_level_sets({**vars(train_sokoban), **easy, 'max_moves': 6})
+    boards = train_sokoban.SokobanEnv(levels, 8, time_limit=3)
+    actions = torch.randint(4, (5, 8), generator=torch.Generator().manual_seed(0))
+    state = agent.init_state(8)
+    batch, _ = train_sokoban.rollout(agent, boards, state, lambda _, t: actions[t], 5)
+
+    def loss_of() -> Tensor:
+        return train_sokoban.a2c_loss(batch)[0]
+
+    seed()
+    logits = batch['logits']
+    inputs = [*weights.values(), logits]
+    *grads, of_logits = torch.autograd.grad(loss_of(), inputs, materialize_grads=True)
+    check_reach(mode, weights, grads)
+    # A larger step, because the loss is computed in float32.
+    check_slope(mode, [logits], (of_logits,), loss_of, step=1e-2, tolerance=1e-2)
+
+
 def check_agent() -> None:
     """Compare the modes of an agent, and check that every weight is trained."""
     if stage in ('', 'training'):
-        compare_modes('an unroll of 5 steps', ('eager', 'compiled'), run_agent)
+        compare_modes('an unroll of 5 steps', ('eager', 'compiled'), run_agent, may_draw=True)
         with checking('gradients'):
             agent, obs, start = make_agent(FLOAT64)
             check_gradients(agent, lambda: agent_loss(agent, obs, start))
+        with checking('gradients of a rollout'):
+            check_rollout()
     if stage in ('', 'evaluation'):
         compare_modes('5 steps', ('unroll', 'steps', 'steps compiled'), act)
 
@@ -581,7 +671,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
                 report('settings', f'{argument} cannot be left out: {error}')
             else:
                 if not unequal(log_of(run), log_of(other)):
-                    report('settings', f'{argument} changes nothing')
+                    report('settings', f'{argument} {IDLE}')
 
 
 @torch.no_grad()
@@ -633,6 +723,17 @@ def changed_files(trainer: ModuleType) -> set[Path]:
         return set()
     files = {path for script in SCRIPTS[trainer] for path in modules_of(ROOT / script)}
     return files & {ROOT / name for name in names}
+
+
+def settings_not_given(trainer: ModuleType, edit: list[str]) -> list[str]:
+    """Return the names of the trainer's settings that HEAD does not have and the edit's settings do
+    not name."""
+    script = SCRIPTS[trainer][0]
+    with tempfile.TemporaryDirectory() as folder:
+        former = Path(folder) / script
+        former.write_bytes(git('show', f'HEAD:./{script}'))
+        known = {*Script(former).defaults, *map(setting_of, edit)}
+    return [name for name in Script(trainer.__file__).defaults if name not in known]
 
 
 def choose_archs(trainer: ModuleType, recurrent: bool, edit: list[str]) -> list[str]:
@@ -737,23 +838,35 @@ def main() -> int:
         elif f'--recurrent={not recurrent}' not in edit:
             parts.append(name)
 
-    def run(name: str) -> subprocess.CompletedProcess:
+    idle = []
+
+    def run(name: str) -> int:
         command = [sys.executable, __file__, *arguments, f'--part={name}']
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+        with subprocess.Popen(command, **pipes) as child:
+            for line in child.stdout:
+                print(line, end='', flush=True)
+                if line.endswith(f'{IDLE}\n'):
+                    idle.append(line.strip())
+        return child.returncode
 
     print(f'checking {", ".join(parts)}: about a minute', flush=True)
-    statuses = []
     with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(run, parts):
-            print(done.stdout, end='', flush=True)
-            statuses.append(done.returncode)
-    failed = [name for name, status in zip(parts, statuses, strict=True) if status not in (0, 2)]
+        statuses = dict(zip(parts, pool.map(run, parts), strict=True))
+    failed = [name for name, status in statuses.items() if status not in (0, 2)]
     if failed:
         print(f'WRONG: modes disagree in {", ".join(failed)}')
         return 1
-    if 0 not in statuses:
+    if 0 not in statuses.values():
         return 2
-    print('all modes agree')
+    for trainer in filter(changed_files, trainers):
+        for name in settings_not_given(trainer, edit):
+            idle.append(f'{name} is new, but was not given: try another value, --{name}=...')
+    if idle:
+        print('all modes agree, but of these settings nothing has been checked:')
+        print(*idle, sep='\n')
+    else:
+        print('all modes agree')
     return 0
 
 

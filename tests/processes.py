@@ -48,6 +48,13 @@ def apply_hacks(folder, *hacks):
         subprocess.run(['git', 'apply', str(patch)], cwd=folder, check=True)
 
 
+def commit(folder):
+    """Let git keep a copy of the project."""
+    git = ('git', '-c', 'user.name=test', '-c', 'user.email=test@example.com')
+    for command in (['init', '-q'], ['add', '*.py', 'support'], ['commit', '-qm', 'The project']):
+        subprocess.run([*git, *command], cwd=folder, check=True)
+
+
 def run_check_edit(folder, *arguments):
     """Run check_edit.py of a copy of the project. Return its exit status and what it prints."""
     command = [folder / 'check_edit.py', '--backend=eager', *arguments]

@@ -3,10 +3,10 @@
 Each edit here replaces texts in a copy of the project. Most are wrong in one mode alone."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
-from processes import apply_hacks, run_check_edit
+from processes import apply_hacks, commit, run_check_edit
 from small_runs import error_of
 
 import check_edit
@@ -20,6 +20,7 @@ class Edit:
     stage: str
     changes: list[tuple[str, str, str]]  # file, text, what replaces it
     wrong: set[str]  # the modes that are to be named
+    settings: list[str] = field(default_factory=list)
 
 
 def in_dtypes(*modes, dtypes=('float64', 'float32', 'bfloat16')):
@@ -120,6 +121,50 @@ EDITS = {
         ],
         wrong=in_dtypes('steps', 'steps compiled'),
     ),
+    'no gradient from half to half of a chunk': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[
+            (
+                'train_lm.py',
+                """        with autocast:
+            loss, new_state = model(x, y, state or None)
+        (loss.objective * share).backward()
+        loss_sum.add_(loss.cross_entropy * share)
+        copy_state(state, new_state)
+""",
+                """        for half in zip(x.chunk(2, 1), y.chunk(2, 1), strict=True):
+            with autocast:
+                loss, new_state = model(*half, state or None)
+            (loss.objective * share / 2).backward()
+            loss_sum.add_(loss.cross_entropy * share / 2)
+            copy_state(state, new_state)
+""",
+            ),
+        ],
+        wrong={'gradients of a chunk'},
+    ),
+    'no gradient from the rewards to the policy': Edit(
+        part='recurrent-agent',
+        stage='training',
+        changes=[('train_sokoban.py', '(chosen * advantage)', '(chosen.detach() * advantage)')],
+        wrong={'gradients of a rollout'},
+    ),
+    'gates of one expert, whose gradients are zero but for rounding': Edit(
+        part='nonrecurrent-lm',
+        stage='training',
+        changes=[
+            (
+                'model.py',
+                '    return F.softmax(scores.to(dtype) / math.sqrt(config.router_dim), -1)\n',
+                '    gates = F.softmax(scores.to(dtype) / math.sqrt(config.router_dim), -1)\n'
+                '    gates = gates * (gates == gates.amax(-1, keepdim=True))\n'
+                '    return gates / gates.sum(-1, keepdim=True)\n',
+            ),
+        ],
+        settings=['--aggregation=softmax_mean'],
+        wrong={'gradients'},
+    ),
     'a warm-up after each start': Edit(
         part='nonrecurrent-lm',
         stage='scripts',
@@ -182,8 +227,32 @@ def wrong_modes(printed):
 def test_the_modes_of_a_wrong_edit_are_named(tmp_path, name):
     edit = EDITS[name]
     apply_edit(tmp_path, edit.changes)
-    status, printed = run_check_edit(tmp_path, f'--part={edit.part}', f'--stage={edit.stage}')
+    options = (f'--part={edit.part}', f'--stage={edit.stage}')
+    status, printed = run_check_edit(tmp_path, *options, *edit.settings)
     assert status == 1 and wrong_modes(printed) == edit.wrong, printed
+
+
+@pytest.mark.long
+def test_dropout_in_evaluation_is_named(tmp_path):
+    down = '    x = w.down(activation(w.up(x)))\n'
+    apply_edit(tmp_path, [('model.py', down, f'{down}    x = F.dropout(x, 0.3)\n')])
+    status, printed = run_check_edit(tmp_path, '--part=nonrecurrent-lm', '--stage=evaluation')
+    line = 'forward float64: 24 tokens: draws random numbers, although the model is in eval()'
+    assert status == 1 and f'WRONG nonrecurrent-lm, {line}' in printed, printed
+
+
+@pytest.mark.long
+def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
+    apply_hacks(tmp_path)
+    commit(tmp_path)
+    apply_hacks(tmp_path, 'j_looped_layers')
+    options = ('--stage=scripts', '--recurrent=True', '--router_dim=9')
+    status, printed = run_check_edit(tmp_path, *options)
+    end = printed.partition('all modes agree, but of these settings nothing has been checked:\n')[2]
+    assert status == 0 and end.splitlines() == [
+        'recurrent-lm, settings: --router_dim=9 changes nothing',
+        'n_loop is new, but was not given: try another value, --n_loop=...',
+    ], printed
 
 
 def apply_top_k(folder):

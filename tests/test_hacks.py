@@ -2,10 +2,9 @@
 project. What the patches do is tested in test_hack_effects.py."""
 
 import re
-import subprocess
 
 import pytest
-from processes import ROOT, apply_hacks, run_check_edit, run_in
+from processes import ROOT, apply_hacks, commit, run_check_edit, run_in
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {
@@ -64,9 +63,7 @@ def test_every_mode_of_an_agent_follows_a_hack(tmp_path):
 def test_a_hack_is_right_from_training_to_its_export(tmp_path, hack):
     """And its losses, or those of one part of the check, are not those of HEAD beside them."""
     apply_hacks(tmp_path)
-    git = ('git', '-c', 'user.name=test', '-c', 'user.email=test@example.com')
-    for command in (['init', '-q'], ['add', '*.py', 'support'], ['commit', '-qm', 'The project']):
-        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    commit(tmp_path)
     apply_hacks(tmp_path, hack)
     status, printed = run_check_edit(tmp_path, *SETTINGS.get(hack, []))
     assert status == 0, printed
