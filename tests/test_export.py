@@ -268,6 +268,16 @@ def test_a_head_that_is_tied_to_the_embedding_is_saved_and_loaded(tmp_path):
     assert loaded.tied
 
 
+def test_weights_that_differ_are_not_loaded_into_one_parameter(tmp_path):
+    """As those of pretrained/lm, after an edit that ties the head to the embedding."""
+    make_language_model().save_pretrained(tmp_path)
+    tied = make_language_model()
+    tied.head = tied.embedding
+    weights = safetensors.torch.load_file(tmp_path / WEIGHTS)
+    message = 'the code has been edited since .*embedding is one weight with another, but differs'
+    assert_refused(message, export.load_weights, tied, weights, tmp_path)
+
+
 def test_a_save_that_fails_leaves_the_earlier_model_and_can_be_repeated(tmp_path, monkeypatch):
     """The disk is full before the last of the new files is written."""
 
