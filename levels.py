@@ -450,7 +450,7 @@ def generate(
                     levels.append(level)
                     solutions.append(actions)
         if is_due():
-            print0(f'    {len(levels):,} of {n:,} levels generated')
+            print0(f'    {min(len(levels), n):,} of {n:,} levels generated')
     return np.stack(levels[:n]), solutions[:n]
 
 

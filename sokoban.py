@@ -302,7 +302,8 @@ def run_episodes(
             won |= solved & alive
             alive &= ~done
             if is_due():
-                print0(f'    {first:,} of {n:,} levels evaluated; step {t + 1} of the next {N}')
+                now = f'step {t + 1} of the next {min(N, n - first)}'
+                print0(f'    {first:,} of {n:,} levels evaluated; {now}')
             if not alive.any():
                 break
         results = {'solved': won, 'return': returns, 'steps': steps, 'actions': actions}

@@ -183,7 +183,7 @@ class Stream:
                 _, new = self.model.core(x[:, t : t + self.T], self.state)
             copy_state(self.state, new)
             if is_due():
-                report(f'    {t + self.T:,} of {x.size(1):,} tokens read')
+                report(f'    {min(t + self.T, x.size(1)):,} of {x.size(1):,} tokens read')
 
     # ---- the rows of a micro-batch, by trial
 

@@ -86,6 +86,16 @@ def test_a_score_depends_neither_on_rows_nor_on_chunks(kind):
             assert valid.score(x, y).tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def test_progress_counts_the_tokens_that_were_read(monkeypatch):
+    monkeypatch.setattr(stream, 'Throttle', lambda: lambda: True)
+    x, y = tokens(2, 30)
+    lines = []
+    Stream(make_model(), 2, 22, 2).read(x, lines.append)
+    Stream(make_model(), 2, 22, 2).score(x, y, lines.append)
+    read = [line.split(' of')[0].strip() for line in lines]
+    assert read == ['22', '30', '44', '60']
+
+
 # ---- the rows that fit
 
 
