@@ -244,6 +244,8 @@ def list_runs(runs: list[Run], args: argparse.Namespace) -> None:
         layers, training = cost(run)
         ratio = f'{layers / run.W:.2f}' if run.W else ''
         line = shlex.join(['python', *command_of(run, args)[1:]])
+        if (ROOT / run.script).parent != ROOT:  # Python would not find this project's modules
+            line = f'PYTHONPATH={shlex.quote(os.path.relpath(ROOT))} {line}'
         state = progress(run, args.out)[0]
         print(form.format(i, state, f'{layers:.2e}', ratio, f'{training:.2e}', line))
     print('layers: forward FLOPs per token, of agents multiply-adds per step; training: FLOPs')

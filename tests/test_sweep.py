@@ -5,6 +5,7 @@ A fake trainer that learns nothing stands in for train_lm.py; the last test runs
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,6 +301,18 @@ def test_a_copy_of_the_trainer_has_folders_of_its_own(main, fake):
     main('fake', '--script=mine.py', '--vary=z_loss=0,1.5', '--run')
     names = {path.name for path in Path('out/fake-mine-z_loss').iterdir()}
     assert names == {'n_layer-1_z_loss-0.0', 'n_layer-1_z_loss-1.5'}
+
+
+def test_listed_commands_of_a_copy_find_the_modules_of_this_project(main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / 'train_lm.py', 'mine.py')
+    options = ('lm-small', '--script=mine.py', '--only=n_layer == 16')
+    _, out = main(*options)
+    command = re.search('PYTHONPATH=.* mine.py ', out.splitlines()[1])[0] + '--help'
+    command = command.replace(' python ', f' {sys.executable} ')
+    assert '--max_iters=10000' in subprocess.check_output(command, shell=True, text=True)
+    _, job = main(*options, '--slurm')
+    assert f'export PYTHONPATH={ROOT}' in job
 
 
 def test_a_run_is_done_for_its_own_trainer_only(main, fake):
