@@ -60,7 +60,7 @@ from overrides import choose_overrides
 from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.code import code_record
-from support.compiling import candidates, captures, fused, graphed
+from support.compiling import candidates, captures, fused
 from support.files import write_json, write_text
 from support.loader import Loader, write_shard
 from support.random_states import randomize
@@ -297,12 +297,10 @@ def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -
     rollout_and_backward = train_sokoban.make_rollout(
         model, boards, state, count, grads, T, machine.world
     )
-    optimizer_step = train_sokoban.make_optimizer_step(model, adam)
+    update = train_sokoban.make_update(model, adam, grads, rollout_and_backward, graphs)
 
     def run() -> None:
-        graphed(graphs, 'rollout and backward', rollout_and_backward)
-        grads.sum_over_ranks()
-        graphed(graphs, 'optimizer', optimizer_step)
+        update(False)
         grads.extra.tolist()  # the trainer waits here, too
 
     return run, frozenset()

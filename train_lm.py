@@ -36,7 +36,16 @@ from support.muon import Muon
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, gather
-from support.run_folder import BEST, RunFolder, machine, mfu, restoring, settings_of, sizes_in
+from support.run_folder import (
+    BEST,
+    RunFolder,
+    load_moments,
+    machine,
+    mfu,
+    restoring,
+    settings_of,
+    sizes_in,
+)
 from support.signals import Stopper
 from support.stream import SCORE_CHUNK, Stream, copy_state
 from tokenizer import VOCAB, token_bytes
@@ -401,19 +410,20 @@ def run(config: Settings, at_end: ExitStack) -> int:
             raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
         with restoring(folder.path_of_saved):
             step, seconds, record = saved['step'], saved['seconds'], saved['record']
-            for optimizer, state in zip((muon, adamw), saved['optimizers'], strict=True):
-                ranks.load_moments(optimizer, state)
             loader.load_state_dict(saved['loader'])
             for t, of_all_ranks, dim in zip(train.state, saved['state'], train.dims, strict=True):
                 ranks.fill(t, of_all_ranks.chunk(world, dim)[rank])
             restore_random_states(saved['rng'], device_)
+            moments = saved['optimizers']
+        load_moments([muon, adamw], moments, folder.path_of_saved)
         best_model = settings_of(folder.path / BEST)
         if best_model.get('validated_on') == [val_tokens, val_streams]:
             best = best_model['best_val_loss']
     saved = folder.saved = None  # free its memory
 
     update = make_update(model, muon, adamw, norm, graphs)
-    peak_lr = baseline_lr if arch == 'lstm' else learning_rate
+    groups = [*muon.param_groups, *adamw.param_groups]
+    peak_lr = next(group['peak_lr'] for group in groups if group['params'])  # for the log
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
     metadata = machine(device_, str(compute_dtype))

@@ -56,7 +56,16 @@ from support.files import write_json
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, fill, gather
-from support.run_folder import BEST, WEIGHTS, RunFolder, machine, restoring, settings_of, sizes_in
+from support.run_folder import (
+    BEST,
+    WEIGHTS,
+    RunFolder,
+    load_moments,
+    machine,
+    restoring,
+    settings_of,
+    sizes_in,
+)
 from support.signals import Stopper
 
 # -----------------------------------------------------------------------------
@@ -264,18 +273,31 @@ def make_rollout(
     return rollout_and_backward
 
 
-def make_optimizer_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[], Tensor]:
-    """Return optimizer_step(), the second CUDA graph of an update, which clips the gradients, runs
-    Adam and returns the gradients' norm."""
+def make_update(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    grads: Gradients,
+    rollout_and_backward: Callable[[], Tensor],
+    graphs: dict | None,
+) -> Callable[[bool], tuple[Tensor, Tensor]]:
+    """Return update(stops): a rollout, its backward, the reduction over ranks and a step of Adam
+    with clipped gradients. It returns the episodes of rollout_and_backward() and the gradients'
+    norm, and leaves the statistics in grads.extra, then the number of ranks that were called with
+    stops = True. It is two CUDA graphs, because the all-reduce between them is not captured."""
+    stop_sum = grads.extra[-1]  # statistics and stop are reduced together with the gradients
 
     def optimizer_step() -> Tensor:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
         optimizer.step()
         return norm
 
-    return optimizer_step
+    def update(stops: bool) -> tuple[Tensor, Tensor]:
+        episodes = graphed(graphs, 'rollout and backward', rollout_and_backward)
+        stop_sum.fill_(stops)
+        grads.sum_over_ranks()
+        return episodes, graphed(graphs, 'optimizer', optimizer_step)
+
+    return update
 
 
 def returns_record(since: list, last_1000: list, step: int) -> dict:
@@ -431,11 +453,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
     # The first layer of a non-recurrent agent has empty weights.
     params = [p for p in model.parameters() if p.numel()]
     grads = Gradients(params, n_extra=len(STATS) + 1)
-    stop_sum = grads.extra[-1]  # statistics and stop are reduced together with the gradients
 
     rollout_and_backward = make_rollout(model, boards, state, count, grads, unroll, world)
-    optimizer_step = make_optimizer_step(model, optimizer)
     graphs = {} if cuda_graphs and device_.startswith('cuda') and env == 'torch' else None
+    update = make_update(model, optimizer, grads, rollout_and_backward, graphs)
 
     def is_due(step: int) -> bool:
         """Return whether the agent is saved and evaluated after `step` updates."""
@@ -471,12 +492,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
             step, seconds = saved['step'], saved['seconds']
             ended_since, last_1000, sums = saved['ended_since'], saved['last_1000'], saved['sums']
             logged_step, logged_seconds = saved['logged_step'], saved['logged_seconds']
-            ranks.load_moments(optimizer, saved['optimizer'])
             boards.load_state_dict({k: x.chunk(world)[rank] for k, x in saved['boards'].items()})
             for x, whole in zip(state, saved['state'], strict=True):
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
             restore_random_states(saved['rng'], device_)
+            moments = [saved['optimizer']]
+        load_moments([optimizer], moments, folder.path_of_saved)
         metadata = settings_of(folder.path / BEST)
         if metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
@@ -571,10 +593,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group['lr'].fill_(lr_at(step))
-        episodes = graphed(graphs, 'rollout and backward', rollout_and_backward)
-        stop_sum.fill_(stopper.signal is not None)
-        grads.sum_over_ranks()
-        norm = graphed(graphs, 'optimizer', optimizer_step)
+        episodes, norm = update(stopper.signal is not None)
         values = torch.cat([grads.extra, norm[None]]).tolist()  # the only wait for the device
         numbers = dict(zip((*STATS, 'stop', 'grad_norm'), values, strict=True))
         stop = numbers['stop'] > 0

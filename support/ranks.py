@@ -59,7 +59,7 @@ def run_compiled(call: Callable[[], object]) -> object:
     try:
         return call()
     except Exception as error:
-        if not fused.enabled or out_of_memory(error):
+        if not fused.enabled or isinstance(error, UserError) or out_of_memory(error):
             raise
         print0(f'compile = True does not work here; running uncompiled ({first_line(error)})')
         fused.enabled = False
@@ -246,16 +246,6 @@ def all_finite(model: torch.nn.Module) -> bool:
     """Return whether all weights are finite. Call this before a checkpoint is saved, because a
     weight that is not finite shows only in the loss of the next update."""
     return all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def load_moments(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Restore the moments of an optimizer. Learning rates, momentum and decay stay, because a
-    resumed run may change them."""
-    groups = [
-        {**group, 'params': before['params']}
-        for group, before in zip(optimizer.param_groups, saved['param_groups'], strict=True)
-    ]
-    optimizer.load_state_dict({**saved, 'param_groups': groups})
 
 
 # ---- the device ----

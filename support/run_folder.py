@@ -234,6 +234,29 @@ def restoring(path: Path) -> Iterator[None]:
         raise UserError(f'{path}: {CAUSES} ({reason})') from None
 
 
+def load_moments(optimizers: list[torch.optim.Optimizer], saved: list[dict], path: Path) -> None:
+    """Restore the moments of optimizers from a checkpoint. Learning rates, momentum and decay stay,
+    because a resumed run may change them. Raises UserError, naming the file `path`, if they are of
+    other optimizers or of other groups of parameters."""
+
+    def shape(state: dict) -> list:
+        """Return the names of the options of each group, and its number of parameters."""
+        return [(sorted(group), len(group['params'])) for group in state['param_groups']]
+
+    with restoring(path):
+        fits = [shape(x.state_dict()) for x in optimizers] == [shape(state) for state in saved]
+        for optimizer, state in zip(optimizers, saved, strict=True) if fits else ():
+            groups = [
+                {**group, 'params': before['params']}
+                for group, before in zip(optimizer.param_groups, state['param_groups'], strict=True)
+            ]
+            optimizer.load_state_dict({**state, 'param_groups': groups})
+    if not fits:
+        reason = 'was not written by the optimizers of this code, which may have been edited since'
+        advice = 'resume with the code of the run, or start another from its weights (init_from)'
+        raise UserError(f'{path}: {reason}: {advice}')
+
+
 # ---- the folder ----
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import small_runs
 import torch
-from processes import apply_hacks, run_in
+from processes import ROOT, apply_hacks, run_in
 from small_runs import lm_arguments, read_log
 
 from convlstm import AgentConfig, build_agent
@@ -28,6 +28,70 @@ def check_in_patched(folder, hack, code):
     """Run code, which asserts something, in a copy of the project with a hack."""
     apply_hacks(folder, hack)
     run_in(folder, '-c', START + textwrap.dedent(code))
+
+
+@pytest.mark.parametrize(
+    'hack, settings, message',
+    [
+        ('j_looped_layers', 'n_loop=0', 'n_loop = 0: must be at least 1'),
+        ('k_window_per_layer', 'windows=(3,)', 'windows = (3,): expected n_layer = 2 numbers'),
+        ('k_window_per_layer', 'windows=(3, 5)', 'window = 5 of a layer: must be at least 1, and '),
+        ('k_window_per_layer', 'windows=(-1, 4)', 'windows = (-1, 4): must be at least 0'),
+        ('n_top_k', 'active_experts=2', 'active_experts = 2: needs a softmax aggregation'),
+        (
+            'n_top_k',
+            "active_experts=3, aggregation='softmax_l2'",
+            'active_experts = 3: n_expert = 2',
+        ),
+        ('o_delay', 'delay=0', 'delay = 0: must be at least 1'),
+        ('p_mixed_recurrence', 'n_recurrent=3', 'n_recurrent = 3: n_layer = 2'),
+        ('t_dropout', 'dropout=1.5', 'dropout = 1.5: must be between 0 and 1'),
+    ],
+)
+def test_what_a_setting_of_a_hack_cannot_be_is_refused(tmp_path, hack, settings, message):
+    code = f"""
+        from support.script import UserError
+        try:
+            make(RecurrentGPT, {settings}).bind_weights(2, torch.float32)
+        except UserError as error:
+            assert str(error).startswith({message!r}), error
+        else:
+            raise AssertionError('nothing is refused')
+    """
+    check_in_patched(tmp_path, hack, code)
+
+
+@pytest.mark.parametrize(
+    'hack, name', [('o_delay', 'delay'), ('p_mixed_recurrence', 'n_recurrent')]
+)
+def test_a_setting_of_recurrence_is_refused_for_the_other_kind(tmp_path, hack, name):
+    check_in_patched(
+        tmp_path,
+        hack,
+        f"""
+        from model import ModelConfig, build_model
+        from support.script import UserError
+        try:
+            build_model(ModelConfig({name}=2), recurrent=False)
+        except UserError as error:
+            assert str(error) == '{name} = 2 is for recurrent = True'
+        else:
+            raise AssertionError('nothing is refused')
+    """,
+    )
+
+
+def test_without_windows_of_layers_all_have_the_models(tmp_path):
+    check_in_patched(
+        tmp_path,
+        'k_window_per_layer',
+        """
+        for windows, expected in (((0,), [4, 4]), ((0, 3), [4, 3]), ((2, 4), [2, 4])):
+            model = make(RecurrentGPT, windows=windows)
+            assert [layer.window for layer in model.layers] == expected
+            assert model.config.window == 4
+    """,
+    )
 
 
 def test_of_top_k_routing_two_experts_have_a_gate(tmp_path):
@@ -155,7 +219,8 @@ def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_on
 
 
 def test_gradients_flow_through_two_chunks(tmp_path):
-    """The loss and the gradients of a micro-batch that runs as two chunks are those of one."""
+    """The loss and the gradients of a micro-batch that runs as two chunks, which may differ in
+    length, are those of one."""
     apply_hacks(tmp_path, 'm_two_chunks')
     code = """if True:
         import contextlib, unroll
@@ -163,7 +228,7 @@ def test_gradients_flow_through_two_chunks(tmp_path):
         from model import RecurrentGPT
         from train_lm import make_chunk
         unroll.TILE = 3
-        model, x, y = make(RecurrentGPT), tokens(2, 10), tokens(2, 10, seed=1)
+        model, x, y = make(RecurrentGPT), tokens(2, 9), tokens(2, 9, seed=1)
         loss, _ = model(x, y)
         expected, total = gradients(model, loss.objective), 0 * model.head[0, 0].detach()
         chunk = make_chunk(model, 2, total, contextlib.nullcontext())
@@ -207,11 +272,20 @@ def test_an_agent_that_thinks_sees_a_board_twice(tmp_path):
         obs, state = tokens(2, 10, 10, 2, vocab=3).to(torch.uint8), agent.init_state(2)
         state, start = [x + 0.5 for x in state], torch.tensor([True, False])
         _, found = agent.encode_and_step(agent.prepare(), obs, start, state)
-        agent.config.core_steps = 1
+        macs, agent.config.core_steps = agent.nominal_macs(), 1
+        assert macs == 2 * agent.nominal_macs()
         for start in (start, torch.tensor([False, False])):
             _, state = agent.encode_and_step(agent.prepare(), obs, start, state)
         for x, y in zip(found, state):
             assert_close(x, y)
+        from support.script import UserError
+        for sizes in ({'core_steps': 0}, {'core_steps': 2, 'recurrent': False}):
+            try:
+                AgentConfig(**sizes)
+            except UserError as error:
+                assert str(error).startswith(f'core_steps = {sizes["core_steps"]}')
+            else:
+                raise AssertionError('nothing is refused')
     """,
     )
 
@@ -248,6 +322,9 @@ def test_a_second_validation_set_is_logged_beside_the_first(tmp_path):
     assert last['other_val_loss'] == pytest.approx(loss, rel=1e-5)
     assert last['other_val_bits_per_byte'] == pytest.approx(loss / math.log(2), rel=1e-5)
     assert last['val_loss'] < loss - 0.1
+    printed = run_in(tmp_path, 'train_lm.py', f'--out_dir={tmp_path}/run', '--eval_only=True')
+    assert f'validation loss {last["val_loss"]:.4f}' in printed
+    assert f'on {other}: {loss:.4f}' in printed
 
 
 def test_sizes_of_states_and_dead_units_are_logged(tmp_path):
@@ -257,3 +334,11 @@ def test_sizes_of_states_and_dead_units_are_logged(tmp_path):
         for l in range(2):
             assert record[f's_rms_{l}'] == pytest.approx(2**0.5, abs=0.3)  # two equal experts
             assert 0 <= record[f'dead_units_{l}'] < 1
+
+
+def test_the_speed_of_ppo_is_measured(tmp_path):
+    apply_hacks(tmp_path, 'ppo')
+    (tmp_path / 'paper').symlink_to(ROOT / 'paper')  # with the table of targets
+    sizes = ('--agents=1,2,4', '--unroll=3', '--n_envs=4', '--rounds=1', '--seconds=0.001')
+    machine = ('--device=cpu', '--threads=1', f'--out={tmp_path / "report.json"}')
+    assert 'env steps/s' in run_in(tmp_path, 'bench.py', '--suite=sokoban', *sizes, *machine)

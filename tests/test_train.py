@@ -34,6 +34,7 @@ import train_lm
 from lstm import build_lstm
 from support import compiling, ranks, stream
 from support.loader import Loader, find_shards, read_shard, write_shard
+from support.muon import Muon
 from support.run_folder import LAST, load_checkpoint, settings_of
 
 LSTM = {'arch': 'lstm'}
@@ -250,6 +251,46 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
     torch.save(saved, path)
     monkeypatch.setattr(ranks, 'agree', lambda *values: 2 not in values)
     assert 'the ranks differ in data or checkpoints' in error_of(capfd, train_lm, argv)
+
+
+def sgd(group):
+    """Return SGD for the parameters of a group."""
+    return torch.optim.SGD([{**group, 'lr': 0.1}])
+
+
+@pytest.mark.parametrize(
+    'edit',
+    [
+        lambda muon, adamw: (muon, sgd(adamw.param_groups[0])),
+        lambda muon, adamw: (sgd(muon.param_groups[0]), adamw),
+        lambda muon, adamw: adamw.param_groups.pop() and (muon, adamw),
+    ],
+    ids=['another in place of AdamW', 'another in place of Muon', 'a group less'],
+)
+def test_a_checkpoint_of_other_optimizers_is_refused(data, tmp_path, monkeypatch, capfd, edit):
+    run_lm(data, tmp_path, max_iters=2)
+    make = train_lm.make_optimizers
+    monkeypatch.setattr(train_lm, 'make_optimizers', lambda model: edit(*make(model)))
+    error = error_of(capfd, train_lm, [f'--out_dir={tmp_path}', '--resume=True'])
+    assert 'last.pt: was not written by the optimizers of this code' in error
+    assert 'damaged' not in error
+
+
+def test_the_logged_rate_is_that_of_the_optimizer(data, tmp_path, monkeypatch):
+    """Here of an AdamW that an edit puts in Muon's place, with a rate of its own."""
+
+    def adamw_alone(model):
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.5)
+        adamw.param_groups[0] |= {'peak_lr': 0.5, 'lr': torch.tensor(0.5)}
+        return Muon([{'params': []}]), adamw
+
+    def make_update(model, muon, adamw, norm, graphs):
+        return lambda lr: adamw.param_groups[0]['lr'].fill_(0.5 * lr)
+
+    monkeypatch.setattr(train_lm, 'make_optimizers', adamw_alone)
+    monkeypatch.setattr(train_lm, 'make_update', make_update)
+    run_lm(data, tmp_path, max_iters=4)
+    assert [r['lr'] for r in read_log(tmp_path)[1:]] == [0.5 * train_lm.lr_at(n) for n in range(4)]
 
 
 # ---- graphs and ranks

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from configurator import configure
+from support.script import UserError
 
 import numpy as np
 import pytest
@@ -156,6 +157,11 @@ def test_gradients_of_the_ppo_patch(ppo):
     logits, values, _ = agent(batch['obs'], batch['start'], state)
     values_old = torch.cat([batch['value'], batch['last'][None]])
     assert_same_loss(agent, loss, stats, loss_of(logits, values, values_old, batch, gain))
+
+
+def test_the_ppo_patch_refuses_more_minibatches_than_boards(tmp_path, ppo):
+    with pytest.raises(UserError, match='minibatches = 5: there are 4 boards'):
+        run_agent(tmp_path, ppo, minibatches=5)
 
 
 # ---- runs
@@ -374,6 +380,14 @@ def test_resume_refuses_other_settings_and_other_levels(tmp_path, capfd):
     np.save(levels, generate(12, 1, 4, 6)[0])
     assert 'was trained on other levels' in refusal()
     assert 'was trained on other levels' in refusal(split='generated')
+
+
+def test_resume_refuses_the_moments_of_another_optimizer(tmp_path, capfd, monkeypatch):
+    argv = agent_arguments(tmp_path, total_steps=24)
+    assert run_agent(tmp_path, total_steps=24) == 0
+    monkeypatch.setattr(torch.optim, 'Adam', lambda params, lr, **_: torch.optim.SGD(params, lr))
+    error = error_of(capfd, train_sokoban, [*argv, '--resume=True'])
+    assert 'last.pt: was not written by the optimizers of this code' in error
 
 
 def test_a_run_resumes_when_its_file_of_levels_has_moved(tmp_path, capsys):
