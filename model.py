@@ -494,9 +494,9 @@ class LayerParams(nn.Module):
             window=self.window,
             recurrent=self.recurrent,
         )
-        if w.window > self.config.window:
-            limit = f'at most window = {self.config.window}, the size of the cache'
-            raise UserError(f'window = {w.window} of a layer: {limit}')
+        if not 1 <= w.window <= self.config.window:
+            limit = f'at least 1, and at most window = {self.config.window}, the size of the cache'
+            raise UserError(f'window = {w.window} of a layer: must be {limit}')
         if self.recurrent:
             # one copy per row: each token's gradient is then a sum within rows, and the sum over
             # rows is taken once per chunk

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from configurator import Script, configure
 from support.script import UserError, run_script
@@ -17,6 +18,7 @@ from small_runs import assert_refused
 import train_lm
 import train_sokoban
 from support.files import write_text
+from support.values import check_fields
 
 SCRIPT = '''"""Trains a toy."""
 import math
@@ -145,6 +147,19 @@ OF_MODELS += [(train_lm, '--block_size=0'), (train_sokoban, '--arch=lstm')]
 def test_trainers_know_what_the_settings_of_a_model_can_be(script, argument):
     name = argument[2:].partition('=')[0]
     assert_refused(f'^command line: {name} = ', configure, dict(vars(script)), [argument])
+
+
+def test_a_size_of_a_dataclass_is_at_least_1_unless_it_has_a_range_or_is_0_by_default():
+    @dataclass
+    class Sizes:
+        n_loop: int = 2
+        n_recurrent: int = 0
+        seed: int = 7
+
+    ranges = {'seed': (0, math.inf)}
+    check_fields(Sizes(n_loop=1, n_recurrent=0, seed=0), ranges)
+    assert_refused('^n_loop = 0: must be at least 1$', check_fields, Sizes(n_loop=0), ranges)
+    assert_refused('^n_recurrent = -1: must', check_fields, Sizes(n_recurrent=-1), ranges)
 
 
 def test_changed_settings_are_printed(capsys, configure_toy):
