@@ -713,6 +713,7 @@ def git(*arguments: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True, env=env).stdout
 
 
+@functools.cache
 def changed_files(trainer: ModuleType) -> set[Path]:
     """Return the files of language models, or of agents, that differ from HEAD; none if git does
     not keep the project."""
