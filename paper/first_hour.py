@@ -4,8 +4,9 @@ and both speed tables, beside the paper's figures.
     make gpu        # or: python -m paper.first_hour
 
 Each step is a command that anybody can run alone in the project's root; its output is in the folder
-that is printed first. If a step fails, a line says what to do about it, and the others run. The
-last cells of the tables are measured as long as there is time.
+that is printed first. If a step fails, a line says what to do about it, and the others run. Each
+has its share of the time, and what those before it left; then it is ended, and what it measured so
+far is kept.
 
 The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
 can be committed. Training reads random tokens: its speed does not depend on the text.
@@ -40,7 +41,10 @@ minutes = 10.0  # of all steps together
 out = ''  # JSON file; the tables go beside it as .md; '' = out/gpu_DATE_TIME.json
 # -----------------------------------------------------------------------------
 RANGES = {'minutes': (0.1, 600)}
-TRAINING = '--max_iters=100 --eval_interval=100 --val_tokens=1048576 --overwrite=True'
+LEAST = 15  # seconds that a step needs to be started: importing torch alone takes some of them
+TRAINING = (
+    '--max_iters=100 --warmup_iters=10 --eval_interval=100 --val_tokens=1048576 --overwrite=True'
+)
 
 
 class Step(NamedTuple):
@@ -48,17 +52,18 @@ class Step(NamedTuple):
 
     name: str
     command: str
-    seconds: int  # the most that it may take
+    seconds: int  # its share of ten minutes
     advice: str
 
 
-# What matters most comes first.
+# What matters most comes first. Most of the time goes into imports and compilation. The last two
+# steps have what the others leave.
 STEPS = [
     Step(
         'tests',
-        '-m pytest -q -m "gpu and smoke" --tb=short --show-capture=no --basetemp={out}/tests '
+        '-m pytest -v -m "gpu and smoke" --tb=short --show-capture=no --basetemp={out}/tests '
         'tests/test_gpu.py',
-        180,
+        140,
         'a test names what differs: CUDA graphs (train with --cuda_graphs=False), compilation '
         '(--compile=False) or Triton kernels (--overrides=False). PYTORCH_ALLOC_CONF='
         'expandable_segments:False in the environment turns off the allocator that runs choose',
@@ -66,20 +71,20 @@ STEPS = [
     Step(
         'recurrent',
         'train_lm.py config/small_L2.py --data_dir={data} --out_dir={out}/recurrent ' + TRAINING,
-        150,
+        90,
         'try --overrides=False, --cuda_graphs=False and --compile=False, in this order',
     ),
     Step(
         'nonrecurrent',
         'train_lm.py config/small_nonrecurrent_L2.py --n_layer=16 --n_expert=1 --data_dir={data} '
         '--out_dir={out}/nonrecurrent ' + TRAINING,
-        130,
+        50,
         'try --cuda_graphs=False and --compile=False, in this order',
     ),
     Step(
         'training',
         'bench.py --suite=train --contexts=64 --rounds=3 --seconds=0.3 --out={out}/training.json',
-        150,
+        90,
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
     ),
     Step(
@@ -87,47 +92,47 @@ STEPS = [
         'bench.py --suite=train --shapes=2,8 --contexts=64 --rounds=3 --seconds=0.3 '
         '--modes=compiled,try_tile,try_stores,no_attention,no_experts,no_loss '
         '--out={out}/kernels.json',
-        120,
+        70,
         'a mode that fails is one not to use',
     ),
     Step(
         'decoding',
         'bench.py --suite=decode --streams=16 --rounds=3 --seconds=0.2 --out={out}/decoding.json',
-        90,
+        65,
         'a cell that failed has its reason in the table; --modes=no_overrides avoids the kernels',
-    ),
-    Step(
-        'windows',
-        'bench.py --suite=decode --shapes=2,8 --contexts=2048 --streams=1 --rounds=3 '
-        '--seconds=0.2 --modes=compiled,try_split,no_attention --out={out}/windows.json',
-        60,
-        'a mode that fails is one not to use',
     ),
     Step(
         'agent',
         'train_sokoban.py config/sokoban_small_L4.py --split=generated --eval_split=generated '
         '--n_levels=2000 --eval_games=64 --total_steps=128000 --dtype=auto --overwrite=True '
         '--out_dir={out}/agent',
-        60,
+        35,
         'try --cuda_graphs=False, --compile=False and --dtype=float32, in this order',
     ),
     Step(
         'agents',
         'bench.py --suite=sokoban --rounds=3 --seconds=0.3 --out={out}/agents.json',
-        60,
+        30,
         'see the step "agent"',
+    ),
+    Step(
+        'windows',
+        'bench.py --suite=decode --shapes=2,8 --contexts=2048 --streams=1 --rounds=3 '
+        '--seconds=0.2 --modes=compiled,try_split,no_attention --out={out}/windows.json',
+        30,
+        'a mode that fails is one not to use',
     ),
     Step(
         'streams',
         'bench.py --suite=decode --streams=4 --rounds=3 --seconds=0.2 --out={out}/streams.json',
-        90,
+        0,
         'see the step "decoding"',
     ),
     Step(
         'contexts',
         'bench.py --suite=train --contexts=256,128,1024,32,2048 --rounds=3 --seconds=0.3 '
         '--out={out}/contexts.json',
-        600,
+        0,
         'a cell that failed has its reason in the table',
     ),
 ]
@@ -151,6 +156,9 @@ def write_data(folder: pathlib.Path) -> None:
 
 def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
     """Run a step for at most `seconds`; return its record for the report."""
+    record = {'step': step.name, 'command': f'python {step.command.format(data="DATA", out="OUT")}'}
+    if seconds < LEAST:
+        return record | {'status': 'no time was left', 'seconds': 0.0, 'lines': []}
     command = shlex.split(step.command.format(data=folder / 'data', out=folder))
     log = folder / f'{step.name}.log'
     start = time.perf_counter()
@@ -179,26 +187,27 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
     ):
         text = text.replace(str(path), short)  # the report names no folders of this machine
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
-    record = {
-        'step': step.name,
-        'command': step.command.format(data='DATA', out='OUT'),
-        'status': {0: 'ok', None: 'out of time'}.get(status, f'failed ({status})'),
+    record |= {
+        'status': {0: 'ok', None: f'ended after {seconds:.0f} s'}.get(status, f'failed ({status})'),
         'seconds': round(time.perf_counter() - start, 1),
         'lines': [line.strip() for line in lines if TELLING.search(line)],
     }
-    if status not in (0, None):
-        record |= {'last_lines': lines[-20:], 'advice': step.advice}
+    if status != 0:
+        record['last_lines'] = lines[-20:]
+    if status:
+        record['advice'] = step.advice
     return record
 
 
-def trained(name: str, folder: pathlib.Path) -> dict:
-    """Return the figures of a training run, medians of its second half, which follows all captures;
-    none if it did not get there."""
+def trained(name: str, folder: pathlib.Path, lines: list[str]) -> dict:
+    """Return the figures of a training run, medians of its second half, which follows all captures,
+    and by the lines that it printed whether all succeeded; nothing if it did not get there."""
     rows = [row for row in run_folder.log_of(folder / name) if row.get('step', 0) > 50]
     if not rows:
         return {}
     return {
         **dict(zip(('model', 'L', 'E', 'C'), TRAINED[name], strict=True)),
+        'captured': not any('no CUDA graph' in line for line in lines),
         'updates': rows[-1]['step'],
         'ms': statistics.median(row['ms'] for row in rows),
         'tokens_per_s': statistics.median(row['tokens_per_s'] for row in rows),
@@ -211,6 +220,7 @@ def describe(run: dict, cells: list[dict]) -> str:
     before, which stand in the cells of bench.py."""
     line = 'With its loader, updates 51 to {updates}: {tokens_per_s:,.0f} tokens/s, {ms:.0f} ms per'
     line = (line + ' update, {memory_gb:.1f} GB.').format(**run)
+    line += ' CUDA graphs: ' + ('yes.' if run['captured'] else 'not all, as the lines say.')
     for cell in cells:
         if all(cell[name] == run[name] for name in ('model', 'L', 'E', 'C')):
             figures = (cell.get(name, 'none') for name in ('paper', 'target'))
@@ -224,7 +234,8 @@ def write_report(report: dict, path: pathlib.Path) -> None:
     text = '# A first hour on {device_name}\n\n{date}, torch {torch}, triton {triton}, commit '
     text = text.format(**report) + report['code']['commit'] + '\n\n'
     text += "Tables: the paper's tokens/s are those of one of four GPUs, its ms/token those of 16 "
-    text += 'streams on four.\n'
+    text += "streams on four. Commands run alone in the project's root, OUT being any folder and "
+    text += 'DATA one of GPT-2 tokens, here random ones.\n'
     for step in report['steps']:
         name = step['step']
         text += f'\n## {name}: {step["status"]}, {step["seconds"]:.0f} s\n\n`{step["command"]}`\n'
@@ -248,8 +259,9 @@ def main() -> int:
     folder = path.with_suffix('')
     if path.exists() or folder.exists():
         raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
-    end = time.perf_counter() + 60 * minutes
+    due = time.perf_counter()
     write_data(folder / 'data')
+    (folder / 'alone').mkdir()  # for steps that are run again
     code = code_record(ROOT / 'bench.py')  # which imports the trainers
     report = {
         'date': time.strftime('%Y-%m-%d'),
@@ -265,19 +277,19 @@ def main() -> int:
     }
     print(f'{report["device_name"]}: at most {minutes:g} minutes; logs in {folder}', flush=True)
     for step in STEPS:
-        left = end - time.perf_counter()
-        if left < 5:
-            print(f'{step.name}: no time is left')
-            continue
-        record = run_step(step, folder, min(step.seconds, left))
+        due += step.seconds * minutes / 10
+        record = run_step(step, folder, due - time.perf_counter())
         report['steps'].append(record)
         print(f'{step.name}: {record["status"]}, {record["seconds"]:.0f} s', flush=True)
         for line in record.get('last_lines', record['lines'])[-5:]:
             print(f'    {line}', flush=True)
         if 'advice' in record:
             print(f'    what to do: {step.advice}', flush=True)
+        if record['status'] != 'ok':
+            alone = step.command.format(data=folder / 'data', out=folder / 'alone')
+            print(f'    alone: python {alone}', flush=True)
         if step.name in TRAINED:
-            report['training'][step.name] = trained(step.name, folder)
+            report['training'][step.name] = trained(step.name, folder, record['lines'])
         cells = folder / f'{step.name}.json'
         if cells.exists():  # bench.py writes it after each cell, and its table beside it
             report['cells'][step.name] = read_json(cells)['results']

@@ -77,8 +77,9 @@ def restore_random_states(saved: dict[str, Tensor], device: str) -> None:
 def randomize(module: nn.Module) -> nn.Module:
     """Fill all parameters with random numbers for a trial, and return the module. Matrices have
     standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
-    random = torch.Generator().manual_seed(0)
+    device = next(module.parameters()).device  # a CPU would take seconds
+    random = torch.Generator(device).manual_seed(0)
     for p in module.parameters():
-        noise = torch.randn(p.shape, generator=random)
+        noise = torch.randn(p.shape, generator=random, device=device)
         p.copy_(0.5 * noise * p.size(-1) ** -0.5 if is_matrix(p) else 1 + 0.1 * noise)
     return module

@@ -34,23 +34,33 @@ def run_main(monkeypatch, path, steps):
 
 def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_path, capsys):
     """Figures of training are medians of its second half; cells are those measured so far. The
-    report names no folder of the machine."""
+    report names no folder of the machine. A step has its share of the time and what those before it
+    left."""
+    monkeypatch.setattr(first_hour, 'LEAST', 0.5)
+    monkeypatch.setattr(first_hour, 'write_data', lambda folder: folder.mkdir(parents=True))
     steps = [
+        Step('slow', '-c "import time; print(17, flush=True); time.sleep(60)"', 5, 'wait'),
+        Step('late', '-c "" --out={out}/late.json', 0, 'hurry'),
         Step('training', f'-c "{CELLS}" {{out}}/training.json', 60, 'try less'),
-        Step('slow', '-c "import time; time.sleep(60)"', 1, 'wait'),
-        Step('recurrent', f'-c "{LOG}" {{out}}/recurrent', 60, 'try more'),
+        Step('recurrent', f'-c "{LOG}" {{out}}/recurrent', 0, 'try more'),
     ]
     path = tmp_path / 'new' / 'gpu.json'
     assert run_main(monkeypatch, path, steps) == 1
     report, text = json.loads(path.read_text()), path.with_suffix('.md').read_text()
-    assert [step['status'] for step in report['steps']] == ['failed (1)', 'out of time', 'ok']
-    assert report['steps'][0]['last_lines'] == ['. OUT/training.json', 'no kernel']
+    slow, late, training, recurrent = report['steps']
+    assert slow['status'].startswith('ended after') and slow['last_lines'] == ['17']
+    assert late['status'] == 'no time was left' and late['command'] in text
+    assert training['status'] == 'failed (1)' and recurrent['status'] == 'ok'
+    assert training['last_lines'] == ['. OUT/training.json', 'no kernel']
     run = report['training']['recurrent']
     assert (run['ms'], run['tokens_per_s'], run['memory_gb']) == (75.5, 151, 3)
-    assert '151 tokens/s, 76 ms per update, 3.0 GB. Per GPU, the paper: 52,375 tokens/s' in text
+    assert '151 tokens/s, 76 ms per update, 3.0 GB. CUDA graphs: yes. Per GPU, the paper: ' in text
+    assert 'the paper: 52,375 tokens/s' in text
     assert report['cells']['training'][0]['median'] == 7.0
     assert '| median |\n' in text and 'try less' in text
-    assert 'what to do: try less' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert 'what to do: try less' in printed
+    assert f'alone: python -c "" --out={tmp_path}/new/gpu/alone/late.json' in printed
     for folder in (tmp_path, first_hour.ROOT):
         assert str(folder) not in text + path.read_text()
 
@@ -63,3 +73,7 @@ def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_p
         monkeypatch.setattr(sys, 'argv', ['first_hour.py'])
         assert_refused('finds no CUDA device', first_hour.main)
     assert (tmp_path / 'gpu.json').read_text() == 'kept'
+
+
+def test_the_shares_of_the_steps_are_ten_minutes():
+    assert sum(step.seconds for step in first_hour.STEPS) == 600
