@@ -204,7 +204,8 @@ def allowed_overrides(mode: str) -> set[str]:
 
 def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
-    model = randomize(cell.build(mode).to(machine.device))  # processors may be faster at zeros
+    with torch.device(machine.device):
+        model = randomize(cell.build(mode))  # processors may be faster at zeros
     model.release()  # the segments of the cell before
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
@@ -251,7 +252,8 @@ def random_text(B: int, T: int, carries: bool, share: tuple[int, int]) -> Loader
 @torch.no_grad()
 def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up one greedy token for each of B streams with full caches."""
-    model = randomize(cell.build(mode).to(machine.device)).eval()
+    with torch.device(machine.device):
+        model = randomize(cell.build(mode)).eval()
     autocast = torch.autocast(
         torch.device(machine.device).type, torch.bfloat16, machine.compute_dtype == torch.bfloat16
     )

@@ -12,6 +12,7 @@ The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; bot
 can be committed. Training reads random tokens: its speed does not depend on the text.
 """
 
+import csv
 import os
 import pathlib
 import re
@@ -61,8 +62,8 @@ class Step(NamedTuple):
 STEPS = [
     Step(
         'tests',
-        '-m pytest -v -m "gpu and smoke" --tb=short --show-capture=no --basetemp={out}/tests '
-        'tests/test_gpu.py',
+        '-m pytest -v --no-header -m "gpu and smoke" --tb=short --show-capture=no '
+        '--basetemp={out}/tests tests/test_gpu.py',
         140,
         'a test names what differs: CUDA graphs (train with --cuda_graphs=False), compilation '
         '(--compile=False) or Triton kernels (--overrides=False). PYTORCH_ALLOC_CONF='
@@ -215,18 +216,24 @@ def trained(name: str, folder: pathlib.Path, lines: list[str]) -> dict:
     }
 
 
-def describe(run: dict, cells: list[dict]) -> str:
-    """Return a line about a training run, beside what the paper reports for it and what was modeled
-    before, which stand in the cells of bench.py."""
+def describe(run: dict) -> str:
+    """Return a line about a training run, beside what the paper reports for its sizes and what was
+    modeled before."""
     line = 'With its loader, updates 51 to {updates}: {tokens_per_s:,.0f} tokens/s, {ms:.0f} ms per'
     line = (line + ' update, {memory_gb:.1f} GB.').format(**run)
     line += ' CUDA graphs: ' + ('yes.' if run['captured'] else 'not all, as the lines say.')
-    for cell in cells:
-        if all(cell[name] == run[name] for name in ('model', 'L', 'E', 'C')):
-            figures = (cell.get(name, 'none') for name in ('paper', 'target'))
-            paper, target = (f'{x:,.0f}' if isinstance(x, float) else x for x in figures)
-            return f'{line} Per GPU, the paper: {paper} tokens/s, modeled: {target}.'
-    return line
+    sizes = {name: run[name] for name in ('model', 'L', 'E')}
+    paper = find_row('paper/training_ktokens_per_s_4xH100', tokens_per_update=131072, **sizes)
+    target = find_row('modeled/targets', suite='train', C=run['C'], **sizes)
+    figures = 1000 / 4 * float(paper[f'C{run["C"]}']), float(target['target'])
+    return line + ' Per GPU, the paper: {:,.0f} tokens/s, modeled: {:,.0f}.'.format(*figures)
+
+
+def find_row(name: str, **values: object) -> dict[str, str]:
+    """Return the row of a table of paper/results that has these values."""
+    with open(ROOT / 'paper' / 'results' / f'{name}.csv', encoding='utf-8', newline='') as file:
+        wanted = {column: str(x) for column, x in values.items()}
+        return next(row for row in csv.DictReader(file) if wanted.items() <= row.items())
 
 
 def write_report(report: dict, path: pathlib.Path) -> None:
@@ -243,7 +250,7 @@ def write_report(report: dict, path: pathlib.Path) -> None:
         lines = step.get('last_lines', step['lines'])
         text += '\n```\n' + '\n'.join(lines) + '\n```\n' if lines else ''
         if run := report['training'].get(name):
-            text += f'\n{describe(run, sum(report["cells"].values(), []))}\n'
+            text += f'\n{describe(run)}\n'
         if table := report['tables'].get(name):
             text += f'\n{table}'
     write_json({name: x for name, x in report.items() if name != 'tables'}, path)
@@ -259,7 +266,6 @@ def main() -> int:
     folder = path.with_suffix('')
     if path.exists() or folder.exists():
         raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
-    due = time.perf_counter()
     write_data(folder / 'data')
     (folder / 'alone').mkdir()  # for steps that are run again
     code = code_record(ROOT / 'bench.py')  # which imports the trainers
@@ -276,6 +282,7 @@ def main() -> int:
         'tables': {},  # of bench.py, as Markdown
     }
     print(f'{report["device_name"]}: at most {minutes:g} minutes; logs in {folder}', flush=True)
+    due = time.perf_counter()
     for step in STEPS:
         due += step.seconds * minutes / 10
         record = run_step(step, folder, due - time.perf_counter())

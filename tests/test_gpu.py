@@ -38,22 +38,28 @@ def full_precision(monkeypatch):
 
 LM = """train_lm.py config/demo.py --val_tokens=4096 --compile=True
 --max_iters=3
---max_iters=5 --resume=True
---recurrent=False --overwrite=True --max_iters=3"""
+--max_iters=5 --resume=True"""
+NONRECURRENT_LM = LM.splitlines()[0] + '\n--recurrent=False --max_iters=3'
 SOKOBAN = """train_sokoban.py config/sokoban_demo.py --n_levels=1000 --eval_games=32 --plot=False
 --total_steps=6400
 --total_steps=9600 --resume=True
---eval_only=True
---arch=convlstm --dtype=bfloat16 --total_steps=6400 --overwrite=True
---arch=convglu --recurrent=False --total_steps=6400 --overwrite=True"""
+--eval_only=True"""
+OTHER_AGENTS = f"""{SOKOBAN.splitlines()[0]} --total_steps=6400 --overwrite=True
+--arch=convlstm --dtype=bfloat16
+--arch=convglu --recurrent=False"""
+RUNS = [
+    pytest.param(LM, marks=pytest.mark.smoke, id='lm'),
+    pytest.param(SOKOBAN, marks=pytest.mark.smoke, id='sokoban'),
+    pytest.param(NONRECURRENT_LM, id='nonrecurrent_lm'),
+    pytest.param(OTHER_AGENTS, id='other_agents'),
+]
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize('commands', [LM, SOKOBAN], ids=['lm', 'sokoban'])
+@pytest.mark.parametrize('commands', RUNS)
 def test_trainers_on_one_gpu(tmp_path, commands):
     """Trainers start, compile, train, save, resume and evaluate."""
     script, *calls = commands.splitlines()
-    if commands is LM:
+    if script.startswith('train_lm.py'):
         write_shards(tmp_path, val_000000=5000, train_000001=100_000)
         script += f' --data_dir={tmp_path}'
     for arguments in calls:
