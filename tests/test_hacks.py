@@ -2,6 +2,7 @@
 project. What the patches do is tested in test_hack_effects.py."""
 
 import re
+import subprocess
 
 import pytest
 from processes import ROOT, apply_hacks, commit, run_check_edit, run_in
@@ -22,6 +23,24 @@ SETTINGS = {
 # the most lines that a hack may add: what the project promises
 LINES = {'j_looped_layers': 4, 'k_window_per_layer': 6, 'l_tied_head': 1}
 TOGETHER = ['b_swiglu', 'e_z_loss', 'j_looped_layers', 'k_window_per_layer', 'l_tied_head']
+# Pairs that change the same lines, by their letters: f, h, o and p each have a state of their own.
+EXCLUSIVE = [
+    'fh',
+    'fo',
+    'fp',
+    'ho',
+    'hp',
+    'op',
+    'bc',
+    'bq',
+    'dq',
+    'fq',
+    'iq',
+    'it',
+    'lp',
+    'pq',
+    'qt',
+]
 # Those that leave what the small runs log as it was: log lines, and a second validation set.
 SAME_LOSSES = ['s_second_validation', 'u_log_states']
 TRITON = """
@@ -81,6 +100,19 @@ def check_triton(folder, hacks, **settings):
 def test_triton_overrides_drop_none_of_five_hacks(tmp_path):
     pytest.importorskip('triton', reason='triton is not installed')
     check_triton(tmp_path, TOGETHER, n_loop=2, windows=(4, 2), z_loss=0.1)
+
+
+def test_hacks_can_be_applied_together_but_for_a_few_pairs(tmp_path):
+    found = []
+    for first in HACKS:
+        folder = tmp_path / first
+        folder.mkdir()
+        apply_hacks(folder, first)
+        for second in [x for x in HACKS if x > first]:
+            command = ['git', 'apply', '--check', str(HACKS[second])]
+            if subprocess.run(command, cwd=folder, capture_output=True).returncode:
+                found.append(first[0] + second[0])
+    assert found == sorted(EXCLUSIVE)
 
 
 def test_a_hack_takes_few_lines():
