@@ -414,8 +414,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             for t, of_all_ranks, dim in zip(train.state, saved['state'], train.dims, strict=True):
                 ranks.fill(t, of_all_ranks.chunk(world, dim)[rank])
             restore_random_states(saved['rng'], device_)
-            moments = saved['optimizers']
-        load_moments([muon, adamw], moments, folder.path_of_saved)
+        load_moments([muon, adamw], saved.get('optimizers', []), folder.path_of_saved)
         best_model = settings_of(folder.path / BEST)
         if best_model.get('validated_on') == [val_tokens, val_streams]:
             best = best_model['best_val_loss']

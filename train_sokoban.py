@@ -497,8 +497,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
             restore_random_states(saved['rng'], device_)
-            moments = [saved['optimizer']]
-        load_moments([optimizer], moments, folder.path_of_saved)
+        load_moments([optimizer], [saved.get('optimizer', {})], folder.path_of_saved)
         metadata = settings_of(folder.path / BEST)
         if metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
