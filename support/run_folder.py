@@ -239,12 +239,16 @@ def load_moments(optimizers: list[torch.optim.Optimizer], saved: list[dict], pat
     because a resumed run may change them. Raises UserError, naming the file `path`, if they are of
     other optimizers or of other groups of parameters."""
 
-    def shape(state: dict) -> list:
-        """Return the names of the options of each group, and its number of parameters."""
-        return [(sorted(group), len(group['params'])) for group in state['param_groups']]
+    def is_like(group: dict, before: dict) -> bool:
+        """Return whether two groups have as many parameters, and the options of one optimizer; a
+        version of torch may have one or two that another lacks."""
+        is_kind = len(group.keys() ^ before.keys()) <= 2
+        return is_kind and len(group['params']) == len(before['params'])
 
     with restoring(path):
-        fits = [shape(x.state_dict()) for x in optimizers] == [shape(state) for state in saved]
+        groups = [group for x in optimizers for group in x.state_dict()['param_groups']]
+        former = [group for state in saved for group in state['param_groups']]
+        fits = len(groups) == len(former) and all(map(is_like, groups, former))
         for optimizer, state in zip(optimizers, saved, strict=True) if fits else ():
             groups = [
                 {**group, 'params': before['params']}

@@ -276,6 +276,14 @@ def test_a_checkpoint_of_other_optimizers_is_refused(data, tmp_path, monkeypatch
     assert 'damaged' not in error
 
 
+def test_a_version_of_torch_may_lack_an_option_of_an_optimizer(data, tmp_path):
+    run_lm(data, tmp_path, max_iters=2)
+    saved = last_of(tmp_path)
+    del saved['optimizers'][1]['param_groups'][0]['foreach']
+    torch.save(saved, tmp_path / LAST)
+    run_lm(data, tmp_path, resume=True, max_iters=3)
+
+
 def test_the_logged_rate_is_that_of_the_optimizer(data, tmp_path, monkeypatch):
     """Here of an AdamW that an edit puts in Muon's place, with a rate of its own."""
 
