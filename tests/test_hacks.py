@@ -23,7 +23,7 @@ SETTINGS = {
 # the most lines that a hack may add: what the project promises
 LINES = {'j_looped_layers': 4, 'k_window_per_layer': 6, 'l_tied_head': 1}
 TOGETHER = ['b_swiglu', 'e_z_loss', 'j_looped_layers', 'k_window_per_layer', 'l_tied_head']
-# Pairs that change the same lines, by their letters: f, h, o and p each have a state of their own.
+# Pairs that change the same lines, by their letters: f, h, o and p, for example, those of `step`.
 EXCLUSIVE = [
     'fh',
     'fo',
