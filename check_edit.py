@@ -15,12 +15,13 @@ which the edit changes a file since git's HEAD, or all if it changes none. The s
   train_sokoban.py), whose advantages count as given.
 - evaluation: decoding and validation must give the logits and losses of one forward, and the steps
   of an agent those of an unroll.
-- scripts: they train a small model, resume it in a new process, evaluate, export and use it.
+- scripts: they train a small model for 12 updates, which must change every weight, resume it in a
+  new process, evaluate, export and use it.
 
 Each line says what was compared and how much it differs, relative to its size. A line that starts
-with WRONG names a mode that disagrees, and the exit status is then 1. The last lines name settings
-that changed nothing, and those that are new since HEAD but were not given: of them nothing has been
-checked.
+with WRONG names a mode that disagrees, and the exit status is then 1. The last lines name what
+changed nothing, and settings that are new since HEAD but were not given. All is on the CPU and in
+one process: neither CUDA graphs, Triton kernels nor several ranks are checked.
 
 All modes start from the same random state. Where an edit draws random numbers in training, as
 dropout does, each dtype is compared with its own plain mode, because dtypes draw other numbers.
@@ -357,7 +358,8 @@ def check_chunk() -> None:
     x, y = random_tokens(2, 2, T)
     loss, _ = model(x, y)
     if not torch.equal(loss.objective, loss.cross_entropy):
-        report('gradients of a chunk', 'not compared: it reports the cross-entropy alone')
+        text = 'not compared with finite differences: the loss that a chunk reports, the'
+        report('gradients of a chunk', f'{text} cross-entropy, is not the objective')
         return
 
     def loss_of() -> Tensor:
@@ -395,10 +397,14 @@ def decode(mode: str, precision: Precision) -> dict[str, dict]:
 
 @torch.no_grad()
 def validate(mode: str, precision: Precision) -> dict[str, dict]:
-    """Return the loss of three texts of 23 tokens: each in one forward, or as texts are validated,
-    in batches and chunks."""
+    """Return the loss of three texts of 23 tokens: the cross-entropy of the logits of one forward,
+    or that of validation, text by text, in batches, or in chunks."""
     x, y = random_tokens(2, 3, 23)
     model = make_lm('compiled' if mode == 'validation compiled' else 'fast', precision).eval()
+    if mode == 'logits':
+        with torch.autocast('cpu', torch.bfloat16, enabled=precision is BFLOAT16):
+            logits, _ = model(x, None, model.init_state(3))
+        return {'loss': {'': nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())}}
     if mode == 'text by text':
         rows, T = 1, 23
     elif mode == 'validation in chunks':
@@ -429,7 +435,7 @@ def check_lm() -> None:
     if stage in ('', 'evaluation'):
         compare_modes('24 tokens', ('forward', 'decoding', 'decoding compiled'), decode)
         modes = ('text by text', 'validation', 'validation in chunks', 'validation compiled')
-        compare_modes('3 texts of 23 tokens', modes, validate)
+        compare_modes('3 texts of 23 tokens', ('logits', *modes), validate)
         compare_modes('3 short texts', ('with a state', 'as in training'), forward)
 
 
@@ -617,13 +623,24 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
             run_here('data_fineweb.py', '--demo=True', fixed[-1], tokenizer)
 
     with checking('trained'):
-        run_here(script, *fixed, *edit, f'--out_dir={run}')
-        text = losses_in(run)
+        printed = run_here(script, *fixed, *edit, f'--out_dir={run}')
+        for line in printed.splitlines():
+            if line.startswith('parameters'):
+                report('trained', line)
+        losses = losses_in(run)
         if changed_files(trainer):
-            text += f'; HEAD: {losses_of_head(script, [*fixed, *edit])}'
-        report('trained', text)
+            of_head = losses_of_head(script, [*fixed, *edit])
+            report('trained', f'{losses}; HEAD: {of_head}')
+            if losses == of_head:
+                report('trained', f'as to its losses, the edit {IDLE}')
+        else:
+            report('trained', losses)
     if not (run / PREV).exists():
         return
+    before, after = (load_checkpoint(run / x)['model'] for x in (PREV, LAST))
+    still = [name for name, x in after.items() if x.numel() and torch.equal(x, before[name])]
+    if still:
+        report('trained', f'no update changes {", ".join(still)}', agrees=False)
 
     with checking('resumed'):
         shutil.copytree(run, resumed)
@@ -661,7 +678,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         use_lm(export, run)
 
     for argument in edit:
-        if setting_of(argument) in ('arch', 'recurrent'):  # among the fixed ones, too
+        if argument in fixed or setting_of(argument) in ('arch', 'recurrent'):
             continue
         others = [x for x in edit if x != argument]
         with checking('settings'):
@@ -771,9 +788,9 @@ def check_part(edit: list[str]) -> int:
             if arch == 'lstm' and not recurrent:
                 raise UserError('an LSTM is recurrent')
             if trainer is train_sokoban:
-                make_agent(FLOAT64)
+                run_agent('eager', FLOAT64)
             else:  # an LSTM has the settings of a model of experts
-                make_lm('plain', FLOAT64)
+                train('plain', FLOAT64)
         except UserError as error:
             report('not checked', str(error))
             continue
@@ -787,6 +804,8 @@ def check_part(edit: list[str]) -> int:
         if stage in ('', 'scripts'):
             with tempfile.TemporaryDirectory() as folder:
                 check_scripts(Path(folder), edit)
+    if is_checked:
+        print(f'{part}: {"modes disagree" if wrong else "all modes agree"}', flush=True)
     return 1 if wrong else 0 if is_checked else 2
 
 
@@ -864,7 +883,7 @@ def main() -> int:
         for name in settings_not_given(trainer, edit):
             idle.append(f'{name} is new, but was not given: try another value, --{name}=...')
     if idle:
-        print('all modes agree, but of these settings nothing has been checked:')
+        print('all modes agree, but nothing shows what these do:')
         print(*idle, sep='\n')
     else:
         print('all modes agree')

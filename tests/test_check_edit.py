@@ -165,6 +165,27 @@ EDITS = {
         settings=['--aggregation=softmax_mean'],
         wrong={'gradients'},
     ),
+    'label smoothing of the loss that is reported': Edit(
+        part='recurrent-lm',
+        stage='evaluation',
+        changes=[
+            (
+                'model.py',
+                "F.cross_entropy(scores, targets, reduction='sum')",
+                "F.cross_entropy(scores, targets, reduction='sum', label_smoothing=0.1)",
+            ),
+        ],
+        wrong=in_dtypes(
+            *('text by text', 'validation', 'validation in chunks', 'validation compiled'),
+            dtypes=EXACT,
+        ),
+    ),
+    'matrices that no update changes': Edit(
+        part='nonrecurrent-lm',
+        stage='scripts',
+        changes=[('train_lm.py', '        muon.apply(shares)\n', '')],
+        wrong={'trained'},
+    ),
     'a warm-up after each start': Edit(
         part='nonrecurrent-lm',
         stage='scripts',
@@ -248,8 +269,9 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
     apply_hacks(tmp_path, 'j_looped_layers')
     options = ('--stage=scripts', '--recurrent=True', '--router_dim=9')
     status, printed = run_check_edit(tmp_path, *options)
-    end = printed.partition('all modes agree, but of these settings nothing has been checked:\n')[2]
+    end = printed.partition('all modes agree, but nothing shows what these do:\n')[2]
     assert status == 0 and end.splitlines() == [
+        'recurrent-lm, trained: as to its losses, the edit changes nothing',
         'recurrent-lm, settings: --router_dim=9 changes nothing',
         'n_loop is new, but was not given: try another value, --n_loop=...',
     ], printed

@@ -14,7 +14,7 @@ SETTINGS = {
     'g_max_convlstm': ['--aggregation=max'],
     'j_looped_layers': ['--n_loop=2'],
     'k_window_per_layer': ['--windows=(3,2)'],
-    'n_top_k': ['--active_experts=2', '--aggregation=softmax_l2', '--n_expert=3'],
+    'n_top_k': ['--active_experts=2', '--aggregation=softmax_l2'],
     'o_delay': ['--delay=2'],
     'p_mixed_recurrence': ['--n_recurrent=1'],
     't_dropout': ['--dropout=0.3'],
