@@ -20,8 +20,10 @@ which the edit changes a file since git's HEAD, or all if it changes none. The s
 
 Each line says what was compared and how much it differs, relative to its size. A line that starts
 with WRONG names a mode that disagrees, and the exit status is then 1. The last lines name what
-changed nothing, and settings that are new since HEAD but were not given. All is on the CPU and in
-one process: neither CUDA graphs, Triton kernels nor several ranks are checked.
+changed nothing, settings that are new since HEAD but were not given, and changed files that nothing
+here runs. What runs only with other settings, as the router does, is checked if they are given:
+--aggregation=softmax_l2. All is on the CPU and in one process: neither CUDA graphs, Triton kernels
+nor several ranks are checked.
 
 All modes start from the same random state. Where an edit draws random numbers in training, as
 dropout does, each dtype is compared with its own plain mode, because dtypes draw other numbers.
@@ -573,17 +575,14 @@ def losses_in(run: Path) -> str:
 
 
 def losses_of_head(script: str, arguments: list[str]) -> str:
-    """Return the losses of a run by HEAD's files, with the arguments that they know, or why they do
-    not run."""
+    """Return the losses of a run by HEAD's files, or why they do not run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = tarfile.open(fileobj=io.BytesIO(git('archive', 'HEAD')))
         files.extractall(folder, filter='data')
         try:
-            settings = Script(folder / script).defaults
-            known = [x for x in arguments if setting_of(x) in settings]
-            run_in(folder, script, *known, f'--out_dir={folder}/run')
-        except (UserError, RuntimeError, SyntaxError, OSError) as error:
+            run_in(folder, script, *arguments, f'--out_dir={folder}/run')
+        except (UserError, RuntimeError, OSError) as error:
             return f'does not run ({str(error).splitlines()[-1]})'
         return losses_in(folder / 'run')
 
@@ -627,9 +626,10 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         for line in printed.splitlines():
             if line.startswith('parameters'):
                 report('trained', line)
-        losses = losses_in(run)
+        losses, known = losses_in(run), [*fixed, *edit]
         if changed_files(trainer):
-            of_head = losses_of_head(script, [*fixed, *edit])
+            known = [x for x in known if setting_of(x) in settings_of_head(script)]
+            of_head = losses_of_head(script, known)
             report('trained', f'{losses}; HEAD: {of_head}')
             if losses == of_head:
                 report('trained', f'as to its losses, the edit {IDLE}')
@@ -663,17 +663,18 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         f'evaluated {x.name}': (script, f'--out_dir={x}', '--eval_only=True') for x in (run, export)
     }
     if trainer is train_lm:
-        logged = f'loss {record["val_loss"]:.4f} '
+        logged = [f' {x:.4f} ' for name, x in record.items() if name.endswith('val_loss')]
     else:
-        logged = f'return {record["eval_return"]:.2f},'
+        logged = [f'return {record["eval_return"]:.2f},']
         levels = f'--n_levels={settings_of(run)["eval_games"]}'
         options = ('--which=last', '--device=cpu', '--measure=True', levels)
         uses['played'] = ('play_sokoban.py', f'--out_dir={export}', *options)
     for mode, command in uses.items():
         with checking(mode):
             printed = run_here(*command)
-            text = f'logged {logged} now: {printed.splitlines()[-1]}'
-            report(mode, 'as logged' if logged in printed else text, logged in printed)
+            agrees = all(x in printed for x in logged)
+            text = f'logged {" and".join(logged)} now: {printed.splitlines()[-1]}'
+            report(mode, 'as logged' if agrees else text, agrees)
     if trainer is train_lm:
         use_lm(export, run)
 
@@ -689,6 +690,10 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
             else:
                 if not unequal(log_of(run), log_of(other)):
                     report('settings', f'{argument} {IDLE}')
+                elif [*fixed, *others] == known:  # HEAD lacks this setting alone
+                    is_same = losses_in(other) == of_head
+                    losses = 'those of HEAD' if is_same else f'{losses_in(other)}; HEAD: {of_head}'
+                    report('settings', f'without {argument}, the losses are {losses}')
 
 
 @torch.no_grad()
@@ -731,27 +736,38 @@ def git(*arguments: str) -> bytes:
 
 
 @functools.cache
-def changed_files(trainer: ModuleType) -> set[Path]:
-    """Return the files of language models, or of agents, that differ from HEAD; none if git does
-    not keep the project."""
+def all_changed() -> set[Path]:
+    """Return the files of the project that differ from HEAD, and new ones; none if git does not
+    keep the project."""
     try:
-        git('ls-files', '--error-unmatch', SCRIPTS[trainer][0])
-        names = git('diff', 'HEAD', '--name-only', '--relative', '-z').decode().split('\0')
+        git('ls-files', '--error-unmatch', Path(__file__).name)
+        names = git('diff', 'HEAD', '--name-only', '--relative', '-z')
+        names += git('ls-files', '--others', '--exclude-standard', '-z')
     except (OSError, subprocess.CalledProcessError):
         return set()
-    files = {path for script in SCRIPTS[trainer] for path in modules_of(ROOT / script)}
-    return files & {ROOT / name for name in names}
+    return {ROOT / name for name in names.decode().split('\0')}
 
 
-def settings_not_given(trainer: ModuleType, edit: list[str]) -> list[str]:
-    """Return the names of the trainer's settings that HEAD does not have and the edit's settings do
-    not name."""
-    script = SCRIPTS[trainer][0]
+@functools.cache
+def files_of(trainer: ModuleType) -> set[Path]:
+    """Return the files of language models, or of agents."""
+    return {path for script in SCRIPTS[trainer] for path in modules_of(ROOT / script)}
+
+
+def changed_files(trainer: ModuleType) -> set[Path]:
+    """Return the files of language models, or of agents, that differ from HEAD."""
+    return files_of(trainer) & all_changed()
+
+
+def settings_of_head(script: str) -> dict:
+    """Return the settings of HEAD's script with their defaults, none if it is no valid Python."""
     with tempfile.TemporaryDirectory() as folder:
         former = Path(folder) / script
         former.write_bytes(git('show', f'HEAD:./{script}'))
-        known = {*Script(former).defaults, *map(setting_of, edit)}
-    return [name for name in Script(trainer.__file__).defaults if name not in known]
+        try:
+            return Script(former).defaults
+        except SyntaxError:
+            return {}
 
 
 def choose_archs(trainer: ModuleType, recurrent: bool, edit: list[str]) -> list[str]:
@@ -880,8 +896,14 @@ def main() -> int:
     if 0 not in statuses.values():
         return 2
     for trainer in filter(changed_files, trainers):
-        for name in settings_not_given(trainer, edit):
-            idle.append(f'{name} is new, but was not given: try another value, --{name}=...')
+        known = {*settings_of_head(SCRIPTS[trainer][0]), *map(setting_of, edit)}
+        for name in Script(trainer.__file__).defaults:
+            if name not in known:
+                idle.append(f'{name} is new, but was not given: try another value, --{name}=...')
+    for path in sorted(all_changed().difference(*map(files_of, SCRIPTS))):
+        name = path.relative_to(ROOT)
+        if path.suffix == '.py' and 'tests' not in name.parts:
+            idle.append(f'{name} has changed, and nothing here runs it')
     if idle:
         print('all modes agree, but nothing shows what these do:')
         print(*idle, sep='\n')
