@@ -672,9 +672,9 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
     for mode, command in uses.items():
         with checking(mode):
             printed = run_here(*command)
-            agrees = all(x in printed for x in logged)
-            text = f'logged {" and".join(logged)} now: {printed.splitlines()[-1]}'
-            report(mode, 'as logged' if agrees else text, agrees)
+            missing = [x.strip() for x in logged if x not in printed]
+            text = f'logged {" and ".join(missing)}, now: {printed.splitlines()[-1]}'
+            report(mode, text if missing else 'as logged', not missing)
     if trainer is train_lm:
         use_lm(export, run)
 
