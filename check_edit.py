@@ -631,7 +631,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
             known = [x for x in known if setting_of(x) in settings_of_head(script)]
             of_head = losses_of_head(script, known)
             report('trained', f'{losses}; HEAD: {of_head}')
-            if losses == of_head:
+            if losses == of_head and not edit:
                 report('trained', f'as to its losses, the edit {IDLE}')
         else:
             report('trained', losses)
@@ -886,7 +886,7 @@ def main() -> int:
                     idle.append(line.strip())
         return child.returncode
 
-    print(f'checking {", ".join(parts)}: about a minute', flush=True)
+    print(f'checking {", ".join(parts)}: a minute or two', flush=True)
     with ThreadPoolExecutor(2) as pool:
         statuses = dict(zip(parts, pool.map(run, parts), strict=True))
     failed = [name for name, status in statuses.items() if status not in (0, 2)]
