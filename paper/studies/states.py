@@ -144,6 +144,9 @@ def report(path: Path = TABLE) -> None:
     }.items():
         print(f'\nS5, {budget}: mean accuracy over 1 to 32 moves')
         blocks = whole_blocks(table, updates)
+        if blocks.empty:
+            print('no whole block')
+            continue
         print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(3).to_string())
         print_commits(rows_of(table, updates), blocks)
         if len(blocks) < len(SEEDS):
@@ -155,7 +158,8 @@ def report(path: Path = TABLE) -> None:
             print(f'{value}: {rows.mean().round(1).to_dict()}')
     change = whole_blocks(table, bytes_) - whole_blocks(table, bytes_, 'Z5')
     print('\nS5 minus Z5, equal bytes')
-    print(change.dropna().agg(['mean', 'sem', 'count']).round(3).to_string())
+    change = change.dropna().agg(['mean', 'sem', 'count']).round(3)
+    print(change.to_string() if change.loc['count'].any() else 'no whole block')
 
 
 def main() -> None:
