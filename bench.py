@@ -542,7 +542,7 @@ def main() -> int:
     report = {**about, 'settings': config, 'results': []}
     text = ''
     for i, cell in enumerate(cells):
-        rows = []
+        rows, sizes = [], ' '.join(map(str, cell))
         for group in groups:
             # the transformer's training has no kernels to leave out or to vary
             if cell.suite == 'train' and cell.model != 'recurrent' and group[0] not in MODES[:3]:
@@ -552,7 +552,6 @@ def main() -> int:
             for row in measured:
                 if rows[0]['status'] == row['status'] == 'ok':
                     row['speed_up'] = min(rows[0]['seconds']) / min(row['seconds'])
-                sizes = ' '.join(map(str, cell))
                 print0(f'{i + 1}/{len(cells)} {sizes} {row["mode"]}: {show(row["median"])}')
             report['results'] += measured
             if rank == 0:

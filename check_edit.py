@@ -12,11 +12,11 @@ which the edit changes a file since git's HEAD, or all if it changes none. The s
   is unroll.py, `compiled` goes through torch.compile, and `recomputed` runs a chunk in segments.
   An agent runs `eager` or compiled. Gradients must reach every weight and be the slope of the loss:
   of the model, of a chunk (make_chunk of train_lm.py), and of a rollout (a2c_loss of
-  train_sokoban.py), whose advantages count as given.
+  train_sokoban.py) as to its logits.
 - evaluation: decoding and validation must give the logits and losses of one forward, and the steps
   of an agent those of an unroll.
-- scripts: they train a small model for 12 updates, which must change every weight, resume it in a
-  new process, evaluate, export and use it.
+- scripts: they train a small model for 12 updates, of which the last six must change every weight,
+  resume it in a new process, evaluate, export and use it.
 
 Each line says what was compared and how much it differs, relative to its size. A line that starts
 with WRONG names a mode that disagrees, and the exit status is then 1. The last lines name what
@@ -121,7 +121,7 @@ MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES
     'recomputed': ('fast', False, 0),
     'compiled recomputed': ('fast', True, 0),
 }
-IDLE = 'changes nothing'  # what is said of a setting
+IDLE = 'changes nothing'  # main repeats the lines that end so
 # What the logs and checkpoints of equal runs need not share.
 TIMES = {'ms', 'tokens_per_s', 'env_steps_per_s', 'seconds', 'val_seconds', 'logged_seconds'}
 TIMES |= {'config', 'metadata'}
@@ -167,7 +167,7 @@ def checking(mode: str) -> Iterator[None]:
         report(mode, f'raises {first_line(error)}', agrees=False)
         if repr(error) not in raised:
             raised.add(repr(error))
-            print(traceback.format_exc(), end='', flush=True)
+            print(f'{title}: {traceback.format_exc()}', end='', flush=True)
 
 
 # ---- comparisons ----
@@ -220,8 +220,8 @@ def compare_modes(
     may_draw: bool = False,
 ) -> dict:
     """Compare the results of run(mode, precision), which starts with seed(), in all modes and
-    precisions with those of the first mode in float64, and return the latter. may_draw: whether an
-    edit may draw random numbers here."""
+    precisions with those of the first mode in float64, and return the latter. may_draw: whether
+    the model is in training, where an edit may draw random numbers."""
     reference = expected = None
     is_random = False
     for precision, mode in itertools.product((FLOAT64, FLOAT32, BFLOAT16), modes):
@@ -231,9 +231,10 @@ def compare_modes(
             if reference is None:
                 reference = expected = found
                 is_random = has_drawn()
-                drawn = is_random and not may_draw
-                text = 'draws random numbers, although the model is in eval()'
-                report(name, f'{what}: {text if drawn else "the reference"}', not drawn)
+                text = 'the reference'
+                if is_random and not may_draw:
+                    text = 'draws random numbers, although the model is in eval()'
+                report(name, f'{what}: {text}', text == 'the reference')
             elif is_random and mode == modes[0]:
                 expected = found
                 report(name, f'{what}: the reference, because other dtypes draw other numbers')
@@ -243,8 +244,8 @@ def compare_modes(
 
 
 def check_reach(mode: str, weights: dict[str, Tensor], grads: tuple[Tensor, ...]) -> None:
-    """Check that gradients reach all weights. In float64, those that only rounding keeps from 0 are
-    at most about 1e-16 of the others."""
+    """Check that gradients in float64 reach all weights. One that is zero but for rounding is about
+    1e-16 of the others."""
     norms = [x.norm().item() for x in grads]
     unused = [name for name, x in zip(weights, norms, strict=True) if not x > 1e-12 * max(norms)]
     if unused:
@@ -259,16 +260,16 @@ def check_slope(
     step: float = 1e-6,
     tolerance: float = 1e-6,
 ) -> None:
-    """Check that the gradients of loss_of() by some inputs are its slope in a random direction,
-    unless the edit stops gradients on purpose. The inputs move by a step, in place."""
+    """Compare the gradients of loss_of() with respect to some inputs with finite differences in a
+    random direction, unless the edit stops gradients on purpose. The inputs end a step away."""
     if detaches:
         return
     direction = [torch.randn_like(x) for x in inputs]
     slope = sum((x * d).sum() for x, d in zip(grads, direction, strict=True))
     losses = []
-    for way in (step, -2 * step):  # to one side, then to the other
+    for shift in (step, -2 * step):  # to one side, then to the other
         for x, d in zip(inputs, direction, strict=True):
-            x.data += way * d
+            x.data += shift * d
         seed()
         losses.append(loss_of().detach())
     found = {'slopes': {'': (losses[0] - losses[1]) / (2 * step)}}
@@ -355,14 +356,11 @@ def check_training() -> None:
 
 
 def check_chunk() -> None:
-    """Check that the gradients of a chunk are the slope of the loss that it reports."""
+    """Check that the gradients of a chunk reach all weights and are the slope of the loss that it
+    reports."""
     model, T = make_lm('plain', FLOAT64), train_lm.block_size
     x, y = random_tokens(2, 2, T)
-    loss, _ = model(x, y)
-    if not torch.equal(loss.objective, loss.cross_entropy):
-        text = 'not compared with finite differences: the loss that a chunk reports, the'
-        report('gradients of a chunk', f'{text} cross-entropy, is not the objective')
-        return
+    mode, (loss, _) = 'gradients of a chunk', model(x, y)
 
     def loss_of() -> Tensor:
         stream = Stream(model, 2, T, 2, carries=model.recurrent)
@@ -372,9 +370,15 @@ def check_chunk() -> None:
 
     seed()
     loss_of()
-    weights = [p for p in weights_of(model).values() if p.grad is not None]
-    grads = tuple(p.grad.clone() for p in weights)
-    check_slope('gradients of a chunk', weights, grads, loss_of)
+    weights = weights_of(model)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights.values()]
+    grads = [x.clone() for x in grads]  # the next calls add to them
+    check_reach(mode, weights, grads)
+    if torch.equal(loss.objective, loss.cross_entropy):
+        check_slope(mode, list(weights.values()), grads, loss_of)
+    else:
+        text = 'not compared with finite differences: the loss that a chunk reports, the'
+        report(mode, f'{text} cross-entropy, is not the objective')
 
 
 @torch.no_grad()
@@ -494,8 +498,9 @@ def act(mode: str, precision: Precision) -> dict[str, dict]:
 
 
 def check_rollout() -> None:
-    """Check that the gradients of a2c_loss, on a rollout of random actions, reach all weights and,
-    as to the logits, are its slope. Values have none, because they are in their own targets."""
+    """Check that the gradients of a2c_loss, on a rollout of random actions, reach all weights, and
+    that those of the logits are its slope. Those of the values are not: values also enter their own
+    targets, through which no gradient flows."""
     mode = 'gradients of a rollout'
     if not hasattr(train_sokoban, 'a2c_loss'):
         report(mode, 'not checked: train_sokoban.py has no a2c_loss')
@@ -637,10 +642,13 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
             report('trained', losses)
     if not (run / PREV).exists():
         return
-    before, after = (load_checkpoint(run / x)['model'] for x in (PREV, LAST))
-    still = [name for name, x in after.items() if x.numel() and torch.equal(x, before[name])]
-    if still:
-        report('trained', f'no update changes {", ".join(still)}', agrees=False)
+    with checking('trained'):
+        before, after = (load_checkpoint(run / x)['model'] for x in (PREV, LAST))
+        is_lm = trainer is train_lm
+        model = make_lm('fast', FLOAT32) if is_lm else make_agent(FLOAT32)[0]
+        still = [name for name in weights_of(model) if torch.equal(after[name], before[name])]
+        if still:
+            report('trained', f'updates do not change {", ".join(still)}', agrees=False)
 
     with checking('resumed'):
         shutil.copytree(run, resumed)
@@ -663,6 +671,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         f'evaluated {x.name}': (script, f'--out_dir={x}', '--eval_only=True') for x in (run, export)
     }
     if trainer is train_lm:
+        # --eval_only prints every validation loss of the log
         logged = [f' {x:.4f} ' for name, x in record.items() if name.endswith('val_loss')]
     else:
         logged = [f'return {record["eval_return"]:.2f},']
@@ -759,8 +768,9 @@ def changed_files(trainer: ModuleType) -> set[Path]:
     return files_of(trainer) & all_changed()
 
 
+@functools.cache
 def settings_of_head(script: str) -> dict:
-    """Return the settings of HEAD's script with their defaults, none if it is no valid Python."""
+    """Return the settings of HEAD's script with their defaults, {} if it is not valid Python."""
     with tempfile.TemporaryDirectory() as folder:
         former = Path(folder) / script
         former.write_bytes(git('show', f'HEAD:./{script}'))
@@ -805,13 +815,18 @@ def check_part(edit: list[str]) -> int:
                 raise UserError('an LSTM is recurrent')
             if trainer is train_sokoban:
                 run_agent('eager', FLOAT64)
-            else:  # an LSTM has the settings of a model of experts
+            elif arch == 'lstm':
+                make_lm('plain', FLOAT64)
+            else:
                 train('plain', FLOAT64)
         except UserError as error:
             report('not checked', str(error))
             continue
         except Exception:  # noqa: BLE001  every mode will raise it, and be named
             pass
+        if arch == 'lstm' and stage not in ('', 'scripts'):
+            report('not checked', 'an LSTM has no modes, only --stage=scripts')
+            continue
         is_checked = True
         if trainer is train_sokoban:
             check_agent()
@@ -896,16 +911,17 @@ def main() -> int:
     if 0 not in statuses.values():
         return 2
     for trainer in filter(changed_files, trainers):
-        known = {*settings_of_head(SCRIPTS[trainer][0]), *map(setting_of, edit)}
-        for name in Script(trainer.__file__).defaults:
-            if name not in known:
+        former = settings_of_head(SCRIPTS[trainer][0])
+        given = {*map(setting_of, edit)}
+        for name in Script(trainer.__file__).defaults if former else ():
+            if name not in former and name not in given:
                 idle.append(f'{name} is new, but was not given: try another value, --{name}=...')
     for path in sorted(all_changed().difference(*map(files_of, SCRIPTS))):
         name = path.relative_to(ROOT)
         if path.suffix == '.py' and 'tests' not in name.parts:
             idle.append(f'{name} has changed, and nothing here runs it')
     if idle:
-        print('all modes agree, but nothing shows what these do:')
+        print('all modes agree, but this was not checked:')
         print(*idle, sep='\n')
     else:
         print('all modes agree')

@@ -723,7 +723,7 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
         if val <= 32768:
             settings |= {'val_tokens': val - 1, 'val_streams': min(64, val - 1)}
     flags = [f'--{name}={value}' for name, value in settings.items()]
-    project = os.path.relpath(os.path.dirname(__file__))  # '.', or another of a script of one's own
+    project = os.path.relpath(os.path.dirname(__file__))  # seen from the current folder
     files = [os.path.normpath(f'{project}/{x}') for x in ('train_lm.py', f'config/{config}.py')]
     return shlex.join(['python', *files, *flags])
 

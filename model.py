@@ -84,8 +84,8 @@ class LayerWeights(NamedTuple):
     """Weights of one layer. A matrix W is an ops.Linear: calling it on x returns x W^T, for each
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
     weight, or a setting that layers do not share, add a field here and fill it in
-    LayerParams.bind. A parameter of two dimensions or more is a matrix, which Muon trains: make a
-    vector of each expert (E, 1, D)."""
+    LayerParams.bind. Muon trains parameters whose last two sides both exceed 1, as matrices or
+    stacks of them: store a vector of each expert as (E, 1, D)."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)

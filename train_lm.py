@@ -422,7 +422,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
     update = make_update(model, muon, adamw, norm, graphs)
     groups = [*muon.param_groups, *adamw.param_groups]
-    peak_lr = next(group['peak_lr'] for group in groups if group['params'])  # for the log
+    # For the log: Muon's, or AdamW's where Muon has nothing to train, as in an LSTM.
+    peak_lr = next(group['peak_lr'] for group in groups if group['params'])
     params = ', '.join(f'{n / 1e6:.2f}M {part}' for part, n in model.num_params().items())
     flops = ', '.join(f'{n / 1e6:.1f} {part}' for part, n in model.flops_per_token().items())
     metadata = machine(device_, str(compute_dtype))

@@ -282,9 +282,9 @@ def make_update(
 ) -> Callable[[bool], tuple[Tensor, Tensor]]:
     """Return update(stops): a rollout, its backward, the reduction over ranks and a step of Adam
     with clipped gradients. It returns the episodes of rollout_and_backward() and the gradients'
-    norm, and leaves the statistics in grads.extra, then the number of ranks that were called with
-    stops = True. It is two CUDA graphs, because the all-reduce between them is not captured."""
-    stop_sum = grads.extra[-1]  # statistics and stop are reduced together with the gradients
+    norm; grads.extra then holds the statistics, followed by the number of ranks with stops = True.
+    It is two CUDA graphs, because the all-reduce between them is not captured."""
+    stop_sum = grads.extra[-1]  # one all-reduce for gradients, statistics and this
 
     def optimizer_step() -> Tensor:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -497,7 +497,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 fill(x, whole.chunk(world)[rank])
             count.fill_(step * unroll)
             restore_random_states(saved['rng'], device_)
-        load_moments([optimizer], [saved.get('optimizer', {})], folder.path_of_saved)
+        moments = [saved['optimizer']] if 'optimizer' in saved else []
+        load_moments([optimizer], moments, folder.path_of_saved)
         metadata = settings_of(folder.path / BEST)
         if metadata.get('eval_crc') == eval_crc:
             best = metadata['best']

@@ -242,7 +242,7 @@ def write_report(report: dict, path: pathlib.Path) -> None:
     text = text.format(**report) + report['code']['commit'] + '\n\n'
     text += "Tables: the paper's tokens/s are those of one of four GPUs, its ms/token those of 16 "
     text += "streams on four. Commands run alone in the project's root, OUT being any folder and "
-    text += 'DATA one of GPT-2 tokens, here random ones.\n'
+    text += 'DATA one of GPT-2 tokens, here random.\n'
     for step in report['steps']:
         name = step['step']
         text += f'\n## {name}: {step["status"]}, {step["seconds"]:.0f} s\n\n`{step["command"]}`\n'

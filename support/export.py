@@ -129,8 +129,8 @@ def without_old_bias(weights: dict, model: torch.nn.Module) -> dict:
 
 def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
     """Load all weights of a model. Raises UserError, naming the file `path` and the weight, if one
-    is missing, has another shape or is not finite, or if two differ that are one parameter of the
-    model."""
+    is missing, has another shape or is not finite, or if two differ that the model has as one
+    parameter."""
     with restoring(path):
         for name, x in weights.items():
             if not x.isfinite().all():
@@ -138,7 +138,8 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
         model.load_state_dict(without_old_bias(weights, model))
         for name, x in model.state_dict().items():
             if not torch.equal(x, weights[name].to(x)):
-                raise ValueError(f'{name} is one weight with another, but differs from it here')
+                text = 'is one parameter with another weight of the model, but not in the file'
+                raise ValueError(f'{name} {text}')
 
 
 def initialize_from(model: torch.nn.Module, folder: Path) -> None:

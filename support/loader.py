@@ -25,7 +25,7 @@ MAGIC = 20240520
 HEADER = 256  # length of the header in int32
 DTYPES = {1: '<u2', 2: '<u4'}  # of the tokens, by version
 READY_MADE = 'kjj0/fineweb10B-gpt2'  # on the Hub: FineWeb's sample-10BT in shards of this format
-# What the source of a text or of a folder of texts ends with (data_fineweb.py).
+# What data_fineweb.py writes at the end of a text's `source`: the same for the same content.
 CONTENT = re.compile(r'\d+ documents, .*, sha256 .*')
 SHARD = re.compile(r'(.+?)(?:_(train|val))?_(\d+)\.bin')  # name, split and number
 

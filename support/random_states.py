@@ -77,7 +77,7 @@ def restore_random_states(saved: dict[str, Tensor], device: str) -> None:
 def randomize(module: nn.Module) -> nn.Module:
     """Fill all parameters with random numbers for a trial, and return the module. Matrices have
     standard deviation 0.5 / sqrt(fan_in); vectors and scalars are near 1."""
-    device = next(module.parameters()).device  # a CPU would take seconds
+    device = next(module.parameters()).device  # a GPU draws in no time, a CPU takes seconds
     random = torch.Generator(device).manual_seed(0)
     for p in module.parameters():
         noise = torch.randn(p.shape, generator=random, device=device)

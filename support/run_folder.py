@@ -234,31 +234,33 @@ def restoring(path: Path) -> Iterator[None]:
         raise UserError(f'{path}: {CAUSES} ({reason})') from None
 
 
+# Options of optimizers that a version of torch may lack, and no sign of which optimizer it is.
+TORCH_OPTIONS = {'params', 'param_names', 'foreach', 'fused', 'capturable', 'differentiable'}
+TORCH_OPTIONS |= {'maximize', 'decoupled_weight_decay'}
+
+
 def load_moments(optimizers: list[torch.optim.Optimizer], saved: list[dict], path: Path) -> None:
     """Restore the moments of optimizers from a checkpoint. Learning rates, momentum and decay stay,
     because a resumed run may change them. Raises UserError, naming the file `path`, if they are of
     other optimizers or of other groups of parameters."""
 
-    def is_like(group: dict, before: dict) -> bool:
-        """Return whether two groups have as many parameters, and the options of one optimizer; a
-        version of torch may have one or two that another lacks."""
-        is_kind = len(group.keys() ^ before.keys()) <= 2
-        return is_kind and len(group['params']) == len(before['params'])
+    def shapes(groups: list[dict]) -> list[tuple]:
+        """Return the number of parameters and the names of the options of each group."""
+        return [(len(group['params']), group.keys() - TORCH_OPTIONS) for group in groups]
 
     with restoring(path):
-        groups = [group for x in optimizers for group in x.state_dict()['param_groups']]
-        former = [group for state in saved for group in state['param_groups']]
-        fits = len(groups) == len(former) and all(map(is_like, groups, former))
-        for optimizer, state in zip(optimizers, saved, strict=True) if fits else ():
+        former = [shapes(state['param_groups']) for state in saved]
+    if former != [shapes(optimizer.param_groups) for optimizer in optimizers]:
+        reason = 'was not written by the optimizers of this code, which may have been edited since'
+        advice = 'resume with the code of the run, or start another from its weights (init_from)'
+        raise UserError(f'{path}: {reason}: {advice}')
+    with restoring(path):
+        for optimizer, state in zip(optimizers, saved, strict=True):
             groups = [
                 {**group, 'params': before['params']}
                 for group, before in zip(optimizer.param_groups, state['param_groups'], strict=True)
             ]
             optimizer.load_state_dict({**state, 'param_groups': groups})
-    if not fits:
-        reason = 'was not written by the optimizers of this code, which may have been edited since'
-        advice = 'resume with the code of the run, or start another from its weights (init_from)'
-        raise UserError(f'{path}: {reason}: {advice}')
 
 
 # ---- the folder ----

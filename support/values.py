@@ -74,12 +74,13 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
 def check_fields(config: object, ranges: dict) -> None:
     """Raise UserError, naming the field, if a field of a dataclass has another type than its
     default, or a value outside of its range. ranges: allowed values by field, as in a script's
-    RANGES. A size or number whose default is at least 1 must be so without a range, too."""
+    RANGES. Without a range, an integer whose default is at least 1 must be at least 1."""
     for field in fields(config):
         name, value, default = field.name, getattr(config, field.name), field.default
-        if type(default) is int and default > 0:
-            ranges = {name: (1, math.inf), **ranges}
+        allowed = ranges.get(name)
+        if allowed is None and type(default) is int and default > 0:
+            allowed = (1, math.inf)
         if type(default) in (int, str, bool) and type(value) is not type(default):
             raise UserError(f'{name} = {value!r}: expected one {type(default).__name__}')
-        if problem := problem_of(name, value, default, ranges.get(name)):
+        if problem := problem_of(name, value, default, allowed):
             raise UserError(problem)

@@ -49,7 +49,7 @@ def apply_hacks(folder, *hacks):
 
 
 def commit(folder):
-    """Let git keep a copy of the project."""
+    """Commit a copy of the project to a new git repository."""
     git = ('git', '-c', 'user.name=test', '-c', 'user.email=test@example.com')
     for command in (['init', '-q'], ['add', '*.py', 'support'], ['commit', '-qm', 'The project']):
         subprocess.run([*git, *command], cwd=folder, check=True)

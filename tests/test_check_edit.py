@@ -269,7 +269,7 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
     apply_hacks(tmp_path, 'j_looped_layers')
     options = ('--stage=scripts', '--recurrent=True', '--router_dim=9')
     status, printed = run_check_edit(tmp_path, *options)
-    end = printed.partition('all modes agree, but nothing shows what these do:\n')[2]
+    end = printed.partition('all modes agree, but this was not checked:\n')[2]
     assert status == 0 and end.splitlines() == [
         'recurrent-lm, settings: --router_dim=9 changes nothing',
         'n_loop is new, but was not given: try another value, --n_loop=...',
