@@ -163,7 +163,7 @@ EDITS = {
             ),
         ],
         settings=['--aggregation=softmax_mean'],
-        wrong={'gradients'},
+        wrong={'gradients', 'gradients of a chunk'},
     ),
     'label smoothing of the loss that is reported': Edit(
         part='recurrent-lm',
