@@ -145,7 +145,7 @@ def report(path: Path = TABLE) -> None:
         print(f'\nS5, {budget}: mean accuracy over 1 to 32 moves')
         blocks = whole_blocks(table, updates)
         if blocks.empty:
-            print('no whole block')
+            print(f'0 of {len(SEEDS)} blocks')
             continue
         print(pandas.concat([blocks, blocks.agg(['mean', 'sem'])]).round(3).to_string())
         print_commits(rows_of(table, updates), blocks)
