@@ -202,10 +202,15 @@ def allowed_overrides(mode: str) -> set[str]:
     return set() if left_out == 'overrides' else {'attention', 'experts', 'loss'} - {left_out}
 
 
+def build_random(cell: Cell, mode: str, machine: Machine) -> torch.nn.Module:
+    """Return a language model with random weights: processors may be faster at zeros."""
+    with torch.device(machine.device):  # where making and drawing them takes less time
+        return randomize(cell.build(mode))
+
+
 def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
-    with torch.device(machine.device):
-        model = randomize(cell.build(mode))  # processors may be faster at zeros
+    model = build_random(cell, mode, machine)
     model.release()  # the segments of the cell before
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
@@ -252,8 +257,7 @@ def random_text(B: int, T: int, carries: bool, share: tuple[int, int]) -> Loader
 @torch.no_grad()
 def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up one greedy token for each of B streams with full caches."""
-    with torch.device(machine.device):
-        model = randomize(cell.build(mode)).eval()
+    model = build_random(cell, mode, machine).eval()
     autocast = torch.autocast(
         torch.device(machine.device).type, torch.bfloat16, machine.compute_dtype == torch.bfloat16
     )

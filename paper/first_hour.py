@@ -4,9 +4,9 @@ and both speed tables, beside the paper's figures.
     make gpu        # or: python -m paper.first_hour
 
 Each step is a command that anybody can run alone in the project's root; its output is in the folder
-that is printed first. If a step fails, a line says what to do about it, and the others run. Each
-has its share of the time, and what those before it left; then it is ended, and what it measured so
-far is kept.
+that is printed first. If a step fails, a line says what to do about it, and the others run. A step
+has its share of the time and what those before it left of theirs; after that it is killed, and what
+it has measured is kept.
 
 The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
 can be committed. Training reads random tokens: its speed does not depend on the text.
@@ -42,7 +42,7 @@ minutes = 9.5  # of all steps together; a start may take half a minute
 out = ''  # JSON file; the tables go beside it as .md; '' = out/gpu_DATE_TIME.json
 # -----------------------------------------------------------------------------
 RANGES = {'minutes': (0.1, 600)}
-LEAST = 15  # seconds that a step needs to be started: importing torch alone takes some of them
+LEAST = 15  # seconds; a step that has fewer is not started
 TRAINING = (
     '--max_iters=100 --warmup_iters=10 --eval_interval=100 --val_tokens=1048576 --overwrite=True'
 )
@@ -202,7 +202,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
 
 def trained(name: str, folder: pathlib.Path, lines: list[str]) -> dict:
     """Return the figures of a training run, medians of its second half, which follows all captures,
-    and by the lines that it printed whether all succeeded; nothing if it did not get there."""
+    and whether all succeeded, by the lines that it printed; {} if it did not get there."""
     rows = [row for row in run_folder.log_of(folder / name) if row.get('step', 0) > 50]
     if not rows:
         return {}

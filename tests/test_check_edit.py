@@ -176,7 +176,10 @@ EDITS = {
             ),
         ],
         wrong=in_dtypes(
-            *('text by text', 'validation', 'validation in chunks', 'validation compiled'),
+            'text by text',
+            'validation',
+            'validation in chunks',
+            'validation compiled',
             dtypes=EXACT,
         ),
     ),
@@ -267,12 +270,14 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
     apply_hacks(tmp_path)
     commit(tmp_path)
     apply_hacks(tmp_path, 'j_looped_layers')
+    (tmp_path / 'data_states.py').write_text('MOVES = {}\n')
     options = ('--stage=scripts', '--recurrent=True', '--router_dim=9')
     status, printed = run_check_edit(tmp_path, *options)
     end = printed.partition('all modes agree, but this was not checked:\n')[2]
     assert status == 0 and end.splitlines() == [
         'recurrent-lm, settings: --router_dim=9 changes nothing',
         'n_loop is new, but was not given: try another value, --n_loop=...',
+        'data_states.py has changed, and nothing here runs it',
     ], printed
 
 

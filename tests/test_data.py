@@ -509,7 +509,7 @@ def test_the_printed_command_trains_on_what_was_prepared(
     df.make_shards({**DEFAULTS, **settings, 'tokenizer': name})
     command = capsys.readouterr().out.splitlines()[-1].removeprefix('train on it: ')
     _, script, config, *flags = shlex.split(command)
-    c = configure({'__file__': ROOT / script}, [f'{ROOT}/{config}', *flags], quiet=True)
+    c = configure({'__file__': Path(script)}, [config, *flags], quiet=True)
     assert c['data_dir'] == f'data/{source}_{name}' and c['tokenizer'] == name
     train, val = (find_shards(c['data_dir'], split, name) for split in ('train', 'val'))
     Loader(train, c['tokens_per_step'] // c['block_size'], c['block_size'], VOCAB[name], True)

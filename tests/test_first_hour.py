@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 import torch
 from small_runs import assert_refused
 
@@ -71,6 +72,13 @@ def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_p
         monkeypatch.setattr(sys, 'argv', ['first_hour.py'])
         assert_refused('finds no CUDA device', first_hour.main)
     assert (tmp_path / 'gpu.json').read_text() == 'kept'
+
+
+@pytest.mark.parametrize('name', first_hour.TRAINED)
+def test_both_runs_stand_beside_the_papers_figures(name):
+    sizes = dict(zip(('model', 'L', 'E', 'C'), first_hour.TRAINED[name], strict=True))
+    run = {**sizes, 'captured': True, 'updates': 100, 'ms': 1, 'tokens_per_s': 1, 'memory_gb': 1}
+    assert 'Per GPU, the paper: ' in first_hour.describe(run)
 
 
 def test_the_shares_of_the_steps_are_ten_minutes():

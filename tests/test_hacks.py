@@ -24,23 +24,7 @@ SETTINGS = {
 LINES = {'j_looped_layers': 4, 'k_window_per_layer': 6, 'l_tied_head': 1}
 TOGETHER = ['b_swiglu', 'e_z_loss', 'j_looped_layers', 'k_window_per_layer', 'l_tied_head']
 # Pairs that change the same lines, by their letters: f, h, o and p, for example, those of `step`.
-EXCLUSIVE = [
-    'fh',
-    'fo',
-    'fp',
-    'ho',
-    'hp',
-    'op',
-    'bc',
-    'bq',
-    'dq',
-    'fq',
-    'iq',
-    'it',
-    'lp',
-    'pq',
-    'qt',
-]
+EXCLUSIVE = 'fh fo fp ho hp op bc bq dq fq iq it lp pq qt'.split()
 # Those that leave what the small runs log as it was: log lines, and a second validation set.
 SAME_LOSSES = ['s_second_validation', 'u_log_states']
 TRITON = """
