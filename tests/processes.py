@@ -49,9 +49,15 @@ def apply_hacks(folder, *hacks):
 
 
 def commit(folder):
-    """Commit a copy of the project to a new git repository."""
+    """Commit a copy of the project to a new git repository, with a copy of corpus/."""
+    (folder / 'corpus').unlink()
+    shutil.copytree(ROOT / 'corpus', folder / 'corpus')
     git = ('git', '-c', 'user.name=test', '-c', 'user.email=test@example.com')
-    for command in (['init', '-q'], ['add', '*.py', 'support'], ['commit', '-qm', 'The project']):
+    for command in (
+        ['init', '-q'],
+        ['add', '*.py', 'support', 'corpus'],
+        ['commit', '-qm', 'The project'],
+    ):
         subprocess.run([*git, *command], cwd=folder, check=True)
 
 

@@ -2,16 +2,33 @@
 
 Each edit here replaces texts in a copy of the project. Most are wrong in one mode alone."""
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from processes import apply_hacks, commit, run_check_edit
 from small_runs import error_of
 
 import check_edit
 
 EXACT = ('float64', 'float32')  # the dtypes in which small differences are seen
+
+
+CHUNK = """        with autocast:
+            loss, new_state = model(x, y, state or None)
+        (loss.objective * share).backward()
+        loss_sum.add_(loss.cross_entropy * share)
+        copy_state(state, new_state)
+"""
+HALVES = """        for half in zip(x.chunk(2, 1), y.chunk(2, 1), strict=True):
+            with autocast:
+                loss, new_state = model(*half, state or None)
+            (loss.objective * share / 2).backward()
+            loss_sum.add_(loss.cross_entropy * share / 2)
+            copy_state(state, new_state)
+"""
 
 
 @dataclass
@@ -21,6 +38,7 @@ class Edit:
     changes: list[tuple[str, str, str]]  # file, text, what replaces it
     wrong: set[str]  # the modes that are to be named
     settings: list[str] = field(default_factory=list)
+    hack: str = ''  # a patch of tests/hacks that is applied before
 
 
 def in_dtypes(*modes, dtypes=('float64', 'float32', 'bfloat16')):
@@ -121,34 +139,70 @@ EDITS = {
         ],
         wrong=in_dtypes('steps', 'steps compiled'),
     ),
-    'no gradient from half to half of a chunk': Edit(
+    'no gradient from half to half of a chunk, whose loss is not the objective': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[('train_lm.py', CHUNK, HALVES)],
+        settings=['--z_loss=0.1'],
+        hack='e_z_loss',
+        wrong={'make_chunk'},
+    ),
+    'the second half of a chunk starts from the state of the first': Edit(
         part='recurrent-lm',
         stage='training',
         changes=[
             (
                 'train_lm.py',
-                """        with autocast:
-            loss, new_state = model(x, y, state or None)
-        (loss.objective * share).backward()
-        loss_sum.add_(loss.cross_entropy * share)
-        copy_state(state, new_state)
-""",
-                """        for half in zip(x.chunk(2, 1), y.chunk(2, 1), strict=True):
-            with autocast:
-                loss, new_state = model(*half, state or None)
-            (loss.objective * share / 2).backward()
-            loss_sum.add_(loss.cross_entropy * share / 2)
-            copy_state(state, new_state)
-""",
+                CHUNK,
+                HALVES.replace('            copy_state', '        copy_state'),
+            )
+        ],
+        wrong={'make_chunk'},
+    ),
+    'chunks without a state, gradients of the last slice alone, heads of other experts': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[
+            ('train_lm.py', '        copy_state(state, new_state)\n', ''),
+            (
+                'model.py',
+                'matmul_into(dlogits.t(), x_i, dw.dtype, total=dw)',
+                'dw.copy_(dlogits.t() @ x_i)',
+            ),
+            (
+                'ops.py',
+                '    if shared:\n'
+                '        return x.reshape(-1, G, E, R, K).permute(2, 0, 1, 3, 4).flatten(2)\n',
+                '',
             ),
         ],
-        wrong={'gradients of a chunk'},
+        wrong={'make_chunk', 'micro-batches', 'gradients', *in_dtypes('fast')},
+    ),
+    'a default setting that the model refuses': Edit(
+        part='nonrecurrent-lm',
+        stage='training',
+        changes=[('train_lm.py', "init_b = 'one' ", "init_b = 'sqrt_experts' ")],
+        wrong={'default settings'},
+    ),
+    'a state that outlives an episode, and a norm that one expert does not see': Edit(
+        part='recurrent-agent',
+        stage='training',
+        changes=[
+            ('train_sokoban.py', "start = step['done']", "start = step['solved']"),
+            (
+                'convlstm.py',
+                '        terms = [] if ws is None',
+                '        h = rms_norm(h)\n        terms = [] if ws is None',
+            ),
+        ],
+        settings=['--arch=convlstm'],
+        wrong={'rollout', 'one expert'},
     ),
     'no gradient from the rewards to the policy': Edit(
         part='recurrent-agent',
         stage='training',
         changes=[('train_sokoban.py', '(chosen * advantage)', '(chosen.detach() * advantage)')],
-        wrong={'gradients of a rollout'},
+        wrong={'a2c_loss'},
     ),
     'gates of one expert, whose gradients are zero but for rounding': Edit(
         part='nonrecurrent-lm',
@@ -163,7 +217,7 @@ EDITS = {
             ),
         ],
         settings=['--aggregation=softmax_mean'],
-        wrong={'gradients', 'gradients of a chunk'},
+        wrong={'gradients'},
     ),
     'label smoothing of the loss that is reported': Edit(
         part='recurrent-lm',
@@ -231,9 +285,9 @@ SHORT = (
 )
 
 
-def apply_edit(folder, changes):
-    """Copy the project to `folder`, and replace texts there."""
-    apply_hacks(folder)
+def apply_edit(folder, changes, *hacks):
+    """Copy the project to `folder`, apply patches of tests/hacks, and replace texts there."""
+    apply_hacks(folder, *hacks)
     for name, text, new in changes:
         source = (folder / name).read_text()
         assert source.count(text) == 1, f'{name}: {text}'
@@ -241,8 +295,8 @@ def apply_edit(folder, changes):
 
 
 def wrong_modes(printed):
-    """Return the modes named by the lines that start with WRONG, but for the last."""
-    return set(re.findall(r'^WRONG [\w -]+, ([\w ]+):', printed, re.M))
+    """Return the modes named by the lines that start with WRONG."""
+    return set(re.findall(r'^WRONG [\w -]+, ([\w -]+):', printed, re.M))
 
 
 @pytest.mark.parametrize(
@@ -250,10 +304,77 @@ def wrong_modes(printed):
 )
 def test_the_modes_of_a_wrong_edit_are_named(tmp_path, name):
     edit = EDITS[name]
-    apply_edit(tmp_path, edit.changes)
+    apply_edit(tmp_path, edit.changes, *filter(None, [edit.hack]))
     options = (f'--part={edit.part}', f'--stage={edit.stage}')
     status, printed = run_check_edit(tmp_path, *options, *edit.settings)
     assert status == 1 and wrong_modes(printed) == edit.wrong, printed
+
+
+FROZEN = '        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.n_embd))\n'
+BRANCH = '            s = s + a if is_shared else a\n'
+BIAS = '        self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))\n'
+RIGHT = {
+    'a frozen embedding': Edit(
+        part='recurrent-lm',
+        stage='training',
+        changes=[('model.py', FROZEN, f'{FROZEN}        self.embedding.requires_grad_(False)\n')],
+        wrong=set(),
+    ),
+    'a branch whose gate starts at zero': Edit(
+        part='recurrent-agent',
+        stage='training',
+        changes=[
+            (
+                'convlstm.py',
+                BIAS,
+                f'{BIAS}        self.gate = nn.Parameter(torch.zeros(()))\n'
+                '        self.branch = normal(D, D, fan_in=D)\n',
+            ),
+            (
+                'convlstm.py',
+                BRANCH,
+                f'{BRANCH}            s = s + self.gate * F.linear(s, self.branch)\n',
+            ),
+        ],
+        settings=['--arch=convglu'],
+        wrong=set(),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', RIGHT)
+def test_a_right_edit_agrees(tmp_path, name):
+    edit = RIGHT[name]
+    apply_edit(tmp_path, edit.changes)
+    options = (f'--part={edit.part}', f'--stage={edit.stage}')
+    status, printed = run_check_edit(tmp_path, *options, *edit.settings)
+    assert status == 0, printed
+
+
+@pytest.mark.parametrize('factor, kinks, agrees', [(1, 1, True), (1, 2, False), (1.001, 0, False)])
+def test_a_slope_is_wrong_if_it_is_in_two_directions(monkeypatch, factor, kinks, agrees):
+    monkeypatch.setattr(check_edit, 'wrong', [])
+    x = torch.ones(5, dtype=torch.float64)
+    jumps = itertools.chain([1e-3, 0, 0] * kinks, itertools.repeat(0))  # of losses, by direction
+
+    def loss_of():
+        return x.square().sum() + next(jumps)
+
+    check_edit.check_slope('gradients', [x], (2 * factor * x.clone(),), loss_of)
+    assert (check_edit.wrong == []) == agrees
+
+
+@pytest.mark.long
+def test_head_prepares_the_data_that_an_edit_prepares_differently(tmp_path):
+    apply_hacks(tmp_path)
+    commit(tmp_path)
+    read = 'yield json.loads(line).get(column)'
+    apply_edit(tmp_path, [('data_fineweb.py', read, f'{read}.lower()')])
+    options = ('--part=nonrecurrent-lm', '--stage=scripts')
+    status, printed = run_check_edit(tmp_path, *options)
+    now, before = re.search(r', trained: (.*); HEAD: (.*)', printed).groups()
+    assert status == 0 and now != before and before.startswith('train_loss'), printed
 
 
 @pytest.mark.long
@@ -270,7 +391,8 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
     apply_hacks(tmp_path)
     commit(tmp_path)
     apply_hacks(tmp_path, 'j_looped_layers')
-    (tmp_path / 'data_states.py').write_text('MOVES = {}\n')
+    for name in ('data_states', 'kernels', 'tracing'):
+        (tmp_path / f'{name}.py').write_text('MOVES = {}\n')
     options = ('--stage=scripts', '--recurrent=True', '--router_dim=9')
     status, printed = run_check_edit(tmp_path, *options)
     end = printed.partition('all modes agree, but this was not checked:\n')[2]
@@ -278,6 +400,8 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
         'recurrent-lm, settings: --router_dim=9 changes nothing',
         'n_loop is new, but was not given: try another value, --n_loop=...',
         'data_states.py has changed, and nothing here runs it',
+        'kernels.py has changed, and nothing here runs it',
+        'tracing.py has changed, and nothing here runs it',
     ], printed
 
 
