@@ -491,13 +491,13 @@ def write_rates(path, processor='some CPU', **ms):
         {'name': name, 'step': 60, 'loss': 0, 'ms': ms.get(name, 200), 'processor': processor}
         for name in states_rates.MODELS
     ]
-    states_rates.append(pandas.DataFrame(rows), path)
+    states_rates.append(pandas.DataFrame(rows).assign(seed=1), path)
 
 
 def test_rates_come_from_whole_runs_and_times_from_short_ones_on_one_processor(tmp_path):
     path = tmp_path / 'rates.csv'
     assert states_rates.tuned(path).empty
-    one = {'name': 'r1', 'rate': 1, 'loss': 1, 'step': 60, 'ms': 1, 'processor': 'other'}
+    one = {'name': 'r1', 'rate': 1, 'loss': 1, 'step': 60, 'ms': 1, 'processor': 'other', 'seed': 1}
     states_rates.append(pandas.DataFrame([one]), path)
     assert states_rates.tuned(path).empty
     write_rates(path, r1=300, n8=250, r8=900)
@@ -505,6 +505,13 @@ def test_rates_come_from_whole_runs_and_times_from_short_ones_on_one_processor(t
     assert [*found.index] == ['r1', 'r2', 'r4', 'r8', 'n1', 'n2', 'n4', 'n8', 'lstm']
     assert set(found['rate']) == {0.02}
     assert found['updates'][['r1', 'n8', 'r8', 'n1']].to_list() == [800, 960, 267, 1200]
+    # what is added later, on another processor or by another seed, changes nothing
+    better = {'name': 'r1', 'rate': 0.08, 'loss': 0.1, 'step': 800, 'seed': 2, 'ms': 1}
+    for origin in ({'processor': 'some CPU'}, {'processor': 'another CPU', 'seed': 1}):
+        states_rates.append(pandas.DataFrame([better | origin]), path)
+    assert states_rates.tuned(path).equals(found)
+    incomplete = pandas.DataFrame([better])
+    assert_refused('rates.csv: has the columns .*processor', states_rates.append, incomplete, path)
 
 
 def test_the_plan_has_all_models_budgets_and_seeds(tmp_path, monkeypatch):
@@ -563,6 +570,9 @@ def test_finished_runs_are_scored_and_added_once(trained_states, tmp_path, monke
     for config in folder.glob('*/config.json'):  # as if the code of this test were committed
         text = re.sub('"commit": ".*"', '"commit": "abc"', config.read_text())
         config.write_text(text)
+    assert_refused(r'most_moves = 4, in the study 32', study.add, path, str(folder))
+    text = {'most_moves': 4, 'lengths': 'log-uniform', 'seed': 1}
+    monkeypatch.setattr(study, 'TEXT', text)
     for _ in range(2):
         study.add(path, str(folder))
     table = pandas.read_csv(path)

@@ -112,7 +112,13 @@ def unlisted(table: DataFrame, path: Path, key: list[str]) -> DataFrame:
 
 
 def append(table: DataFrame, path: Path) -> None:
-    """Add rows to a table in a file."""
+    """Add rows to a table in a file. Raises UserError if it has other columns."""
+    if path.exists():
+        columns = [*pandas.read_csv(path, nrows=0)]
+        if {*columns} != {*table}:
+            found, new = ', '.join(columns), ', '.join(table)
+            raise UserError(f'{path}: has the columns {found}, but these runs {new}')
+        table = table[columns]
     table.to_csv(path, mode='a', header=not path.exists(), index=False)
 
 

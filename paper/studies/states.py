@@ -50,9 +50,14 @@ from paper.states import score, tracked
 from paper.studies import states_rates
 from paper.studies.depth import SEEDS, append, arguments, print_commits
 from paper.studies.states_rates import KEY, MODELS, UPDATES, new_runs, tuned
+from support.loader import read_meta
 
 TABLE = states_rates.TABLE.with_stem('states')
 DATA = {'S5': 'data/states_S5', 'Z5': 'data/states_Z5'}
+TEXT = {  # entries of meta.json; data_states.py has the same defaults
+    **{'most_moves': 32, 'lengths': 'log-uniform', 'seed': 1},
+    **{'train_tokens': 16_000_000, 'val_tokens': 131_072},
+}
 CEILING = 0.97  # two means above it cannot be told apart
 
 
@@ -77,8 +82,14 @@ PLAN = Plan(
 
 
 def add(path: Path, folder: str, processor: str = '') -> None:
-    """Score the finished runs in a folder that a table does not have yet, and add them to it."""
+    """Score the finished runs in a folder that a table does not have yet, and add them to it.
+    Raises UserError if the text of one is not that of the study."""
     for run in new_runs(path, folder, processor).to_dict('records'):
+        meta = read_meta(run['data_dir']) or {}
+        for name, value in TEXT.items():
+            if meta.get(name) != value:
+                reason = f'{name} = {meta.get(name)!r}, in the study {value!r}'
+                raise UserError(f'{run["data_dir"]}: {reason}: this run is not part of the study')
         print(f'{run["folder"]}: reading', flush=True)
         scores = score(run, 1000, 'last').set_index('length')
         accuracies, is_beyond = scores['accuracy'], scores['beyond']
@@ -153,9 +164,8 @@ def report(path: Path = TABLE) -> None:
             print(f'{len(blocks)} of {len(SEEDS)} blocks')
         elif budget != 'twice the bytes':
             print(*verdicts(blocks), sep='\n')
-        for value in ('tracked', 'seconds'):
-            rows = whole_blocks(table, updates, value=value)
-            print(f'{value}: {rows.mean().round(1).to_dict()}')
+        rows = whole_blocks(table, updates, value='tracked')
+        print(f'tracked: {rows.mean().round(1).to_dict()}')
     change = whole_blocks(table, bytes_) - whole_blocks(table, bytes_, 'Z5')
     print('\nS5 minus Z5, equal bytes')
     change = change.dropna().agg(['mean', 'sem', 'count']).round(3)

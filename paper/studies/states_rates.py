@@ -79,13 +79,14 @@ def new_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
 
 def tuned(path: Path = TABLE) -> DataFrame:
     """Return a row for each model: its best `rate`, and in `updates` as many as it makes in the
-    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried,
-    and their time has been taken on one kind of processor."""
+    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried
+    by seed 1, and their time has been taken, on one kind of processor: of several the first in the
+    table, so that a repetition on another one changes nothing."""
     table = pandas.read_csv(path) if path.exists() else DataFrame(columns=[*COLUMNS, 'ms'])
-    tried, timed = (table[table['step'] == n] for n in (UPDATES, TIMED))
-    for _, part in timed.groupby('processor', sort=False):
-        if {*tried['name']} == {*part['name']} == {*MODELS}:
-            ms = part.groupby('name')['ms'].min()
+    for _, part in table[table['seed'] == 1].groupby('processor', sort=False):
+        tried, timed = (part[part['step'] == n] for n in (UPDATES, TIMED))
+        if {*tried['name']} == {*timed['name']} == {*MODELS}:
+            ms = timed.groupby('name')['ms'].min()
             best = tried.loc[tried.groupby('name')['loss'].idxmin()].set_index('name')
             updates = (UPDATES * ms['r1'] / ms).round().astype(int)
             return best.assign(ms=ms, updates=updates).loc[[*MODELS]]
