@@ -6,7 +6,7 @@ and both speed tables, beside the paper's figures.
 Each step is a command that anybody can run alone in the project's root; its output is in the folder
 that is printed first. If a step fails, a line says what to do about it, and the others run. A step
 has its share of the time and what those before it left of theirs; after that it is killed, and what
-it has measured is kept.
+it has measured is kept. The exit status is 1 if a step failed or the tests did not finish.
 
 The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
 can be committed. Training reads random tokens: its speed does not depend on the text.
@@ -187,6 +187,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         (pathlib.Path.home(), '~'),
     ):
         text = text.replace(str(path), short)  # the report names no folders of this machine
+    text = re.sub(r'torchinductor_[^/\s]+', 'torchinductor_USER', text)
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
     record |= {
         'status': {0: 'ok', None: f'ended after {seconds:.0f} s'}.get(status, f'failed ({status})'),
@@ -194,9 +195,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         'lines': [line.strip() for line in lines if TELLING.search(line)],
     }
     if status != 0:
-        record['last_lines'] = lines[-20:]
-    if status:
-        record['advice'] = step.advice
+        record |= {'last_lines': lines[-20:], 'advice': step.advice}
     return record
 
 
@@ -258,7 +257,7 @@ def write_report(report: dict, path: pathlib.Path) -> None:
 
 
 def main() -> int:
-    """Run all steps. Return the exit status, 1 if one failed."""
+    """Run all steps. Return the exit status: 1 if one failed, or if the tests did not finish."""
     configure(globals(), quiet=True)
     if not torch.cuda.is_available():
         raise UserError('this torch finds no CUDA device: bench.py measures a CPU')
@@ -304,7 +303,9 @@ def main() -> int:
             report['tables'][step.name] = ''.join(x for x in lines if x.startswith('|'))
         write_report(report, path)
     print(f'{path} and {path.with_suffix(".md")} name nothing of this machine: commit both')
-    return int(any(step['status'].startswith('failed') for step in report['steps']))
+    status = {step['step']: step['status'] for step in report['steps']}
+    unfinished = status.get('tests', 'ok') != 'ok'
+    return int(unfinished or any(x.startswith('failed') for x in status.values()))
 
 
 def triton_version() -> str:

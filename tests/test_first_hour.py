@@ -20,7 +20,7 @@ print('512 rows per micro-batch')"""
 CELLS = """import json, os, sys
 json.dump(dict(results=[dict(median=7.0)]), open(sys.argv[1], 'w'))
 open(sys.argv[1].replace('.json', '.md'), 'w').write('H100\\n| median |\\n')
-print(os.getcwd(), sys.argv[1])
+print(os.getcwd(), sys.argv[1], '/tmp/torchinductor_alice/ab.py')
 sys.exit('no kernel')"""
 
 
@@ -50,7 +50,10 @@ def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_p
     assert slow['status'].startswith('ended after') and slow['last_lines'] == ['17']
     assert late['status'] == 'no time was left' and late['command'] in text
     assert training['status'] == 'failed (1)' and recurrent['status'] == 'ok'
-    assert training['last_lines'] == ['. OUT/training.json', 'no kernel']
+    assert training['last_lines'] == [
+        '. OUT/training.json /tmp/torchinductor_USER/ab.py',
+        'no kernel',
+    ]
     run = report['training']['recurrent']
     assert (run['ms'], run['tokens_per_s'], run['memory_gb']) == (75.5, 151, 3)
     assert '151 tokens/s, 76 ms per update, 3.0 GB. CUDA graphs: yes. Per GPU, the paper: ' in text
@@ -62,6 +65,13 @@ def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_p
     assert f'alone: python -c "" --out={tmp_path}/new/gpu/alone/late.json' in printed
     for folder in (tmp_path, first_hour.ROOT):
         assert str(folder) not in text + path.read_text()
+
+
+def test_tests_that_hang_are_a_failure(monkeypatch, tmp_path, capsys):
+    steps = [Step('tests', '-c "import time; time.sleep(60)"', 3, 'turn it off')]
+    monkeypatch.setattr(first_hour, 'LEAST', 0.5)
+    assert run_main(monkeypatch, tmp_path / 'gpu.json', steps) == 1
+    assert 'what to do: turn it off' in capsys.readouterr().out
 
 
 def test_without_a_gpu_or_with_an_older_report_nothing_is_run(monkeypatch, tmp_path):
