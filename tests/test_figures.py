@@ -457,7 +457,7 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
         '0.0320 0.0014 5 7.05 MB 128',
     ):
         assert line in printed, line
-    assert drawn == ['depth', 'lengths', 'by_position', 'convlstm', 'boxoban']
+    assert drawn == ['depth', 'lengths', 'by_position', 'convlstm', 'boxoban', 'states']
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from itertools import combinations
 
 import numpy as np
 import pandas
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
+from data_states import MOVES, likeliest
 from model import ModelConfig, build_model
 from paper.figures import (
     CELL,
@@ -202,12 +203,41 @@ def agents() -> None:
     draw('boxoban', points, 'env_steps', ('environment steps', ''), title, to_scale=True)
 
 
+def state_tracking() -> None:
+    """The study of state tracking: accuracies by number of moves, of the blocks that are judged."""
+    table, models = pandas.read_csv(states.TABLE), states.tuned()
+    table = table[table['rate'] == table['name'].map(models['rate'])]
+    budgets = {
+        'after 3.3 MB': Series(states.UPDATES, models.index),
+        'after equal time on one CPU core': models['updates'],
+    }
+    guessing = Series(likeliest(MOVES['S5'], 32), name='y').rename_axis('moves').reset_index()
+    points = []
+    for panel, updates in budgets.items():
+        blocks = states.whole_blocks(table, updates).index
+        rows = states.rows_of(table, updates).set_index(['seed', 'processor']).loc[blocks]
+        for n in range(1, 33):
+            means = summarize(rows, ['name'], f'at_{n}').rename(columns={f'at_{n}': 'y'})
+            points.append(means.assign(panel=panel, moves=n))
+        if len(blocks):
+            points.append(guessing.assign(panel=panel, name='guessing'))
+    points = pandas.concat(points)
+    kinds = {'r': 'recurrent, L = ', 'n': 'non-recurrent, L = '}
+    kind, points['color'] = points['name'].str[0].map(kinds), points['name'].str[1:]
+    points['line'] = (kind + points['color']).fillna(points['name'].replace('lstm', 'LSTM'))
+    points['style'] = points['name'].str[0].map({'n': '--'}).fillna('-')
+    labels = 'moves since an arrangement was last shown', 'right answers'
+    title = 'State tracking, S5: L layers of 8 / L experts'
+    draw('states', points, 'moves', labels, title, to_scale=True, reference='guessing')
+
+
 def main() -> None:
     for study in (depth, depth_agents, initial_scale, depth_rates, states_rates, states):
         if study.TABLE.exists():  # its first run may still be missing
             study.report()
     language_models()
     agents()
+    state_tracking()
     for name in ('probes', 'ppo', 'speed'):
         print(f'\n{name}\n{read(name).to_string()}')
     speed = read('speed').query('d == 256 and dtype == "float32" and mode in ("plain", "fast")')
