@@ -114,7 +114,7 @@ EDITS = {
     'other values from the chunk before': Edit(
         part='nonrecurrent-lm',
         stage='evaluation',
-        changes=[('model.py', 'v.to(w.dtype))\n    cache', '2 * v.to(w.dtype))\n    cache')],
+        changes=[('model.py', 'v.to(w.dtype))\n    cache', '1.2 * v.to(w.dtype))\n    cache')],
         wrong=in_dtypes('decoding', 'decoding compiled', 'validation in chunks', dtypes=EXACT),
     ),
     'other values where there is a mask': Edit(
