@@ -57,7 +57,6 @@ import train_sokoban
 from decode import Decoder
 from levels import generate
 from overrides import choose_overrides
-from sokoban import SokobanEnv
 from support import ranks, run_folder
 from support.code import code_record
 from support.compiling import candidates, captures, fused
@@ -289,7 +288,9 @@ def make_rollout(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -
     B, T, device = cell.B, cell.C, machine.device
     model = cell.build(mode, str(machine.compute_dtype).removeprefix('torch.')).to(device)
     torch.backends.cudnn.benchmark = True
-    boards = SokobanEnv(generate(1000)[0], B, device=device, first_board=machine.rank * B)
+    boards = train_sokoban.SokobanEnv(
+        generate(1000)[0], B, device=device, first_board=machine.rank * B
+    )
     state = model.init_state(B)
     count = torch.zeros((), dtype=torch.int64, device=device)
     grads = Gradients((p for p in model.parameters() if p.numel()), len(train_sokoban.STATS) + 1)

@@ -57,6 +57,7 @@ from support.script import UserError, first_line, run_script
 import torch
 from torch import Tensor, nn
 
+import model as model_file
 import train_lm
 import train_sokoban
 import unroll
@@ -114,7 +115,7 @@ SMALL = {
         --unroll=5 --total_steps=480 --eval_interval=6 --eval_games=16 --log_interval=1
         --compile=False --threads=1 --device=cpu --dtype=float32""".split(),
 }
-SLICES = sys.modules['model'].LOGITS_PER_SLICE  # of the head
+SLICES = model_file.LOGITS_PER_SLICE  # by device
 VOCAB = 11  # of the language models that run in all modes
 TILE = unroll.TILE  # of the scripts
 MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES, SLICES['cpu']
