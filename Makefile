@@ -8,7 +8,7 @@
 # make test          run the tests on two cores, rare cases in a short form
 # make test-long     run all tests in their long form: two hours, with nothing else running
 # make lint          check style and format
-# Each installs what it needs into .venv, but those on a GPU, which run PYTHON with what it has.
+# Each installs what it needs into .venv, except gpu and test-gpu, which use PYTHON as it is.
 PYTHON ?= python3
 BIN = .venv/bin
 # Containers often set this variable; every process would then compile the modules of torch again.

@@ -4,9 +4,9 @@ and both speed tables, beside the paper's figures.
     make gpu        # or: python -m paper.first_hour
 
 Each step is a command that anybody can run alone in the project's root; its output is in the folder
-that is printed first. If a step fails, a line says what to do about it, and the others run. A step
-has its share of the time and what those before it left of theirs; after that it is killed, and what
-it has measured is kept. The exit status is 1 if a step failed or the tests did not finish.
+that is printed first. If a step fails, or the tests do not finish, a line says what to do about it,
+the others run, and the exit status is 1. A step has its share of the time and what those before it
+left of theirs; after that it is killed, and what it has measured is kept.
 
 The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
 can be committed. Training reads random tokens: its speed does not depend on the text.
@@ -195,7 +195,9 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         'lines': [line.strip() for line in lines if TELLING.search(line)],
     }
     if status != 0:
-        record |= {'last_lines': lines[-20:], 'advice': step.advice}
+        record['last_lines'] = lines[-20:]
+    if status or status is None and step.name == 'tests':
+        record['advice'] = step.advice
     return record
 
 

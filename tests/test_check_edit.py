@@ -356,7 +356,7 @@ def test_a_right_edit_agrees(tmp_path, name):
 def test_a_slope_is_wrong_if_it_is_in_two_directions(monkeypatch, factor, kinks, agrees):
     monkeypatch.setattr(check_edit, 'wrong', [])
     x = torch.ones(5, dtype=torch.float64)
-    jumps = itertools.chain([1e-3, 0, 0] * kinks, itertools.repeat(0))  # of losses, by direction
+    jumps = itertools.chain([1e-3, 0] * kinks, itertools.repeat(0))  # of losses, by direction
 
     def loss_of():
         return x.square().sum() + next(jumps)

@@ -55,8 +55,11 @@ from support.loader import read_meta
 TABLE = states_rates.TABLE.with_stem('states')
 DATA = {'S5': 'data/states_S5', 'Z5': 'data/states_Z5'}
 TEXT = {  # entries of meta.json; data_states.py has the same defaults
-    **{'most_moves': 32, 'lengths': 'log-uniform', 'seed': 1},
-    **{'train_tokens': 16_000_000, 'val_tokens': 131_072},
+    'most_moves': 32,
+    'lengths': 'log-uniform',
+    'seed': 1,
+    'train_tokens': 16_000_000,
+    'val_tokens': 131_072,
 }
 CEILING = 0.97  # two means above it cannot be told apart
 

@@ -79,8 +79,8 @@ def new_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
 
 def tuned(path: Path = TABLE) -> DataFrame:
     """Return a row for each model: its best `rate`, and in `updates` as many as it makes in the
-    time of UPDATES updates of recurrent L = 1. There are no rows until all models have been tried
-    by seed 1, and their time has been taken, on one kind of processor: of several the first in the
+    time of UPDATES updates of recurrent L = 1. There are no rows until seed 1 has tried all models,
+    and their time has been taken, on one kind of processor; of several it is the first in the
     table, so that a repetition on another one changes nothing."""
     table = pandas.read_csv(path) if path.exists() else DataFrame(columns=[*COLUMNS, 'ms'])
     for _, part in table[table['seed'] == 1].groupby('processor', sort=False):
