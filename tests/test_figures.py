@@ -455,6 +455,10 @@ def test_the_numbers_of_the_results_are_computed_from_their_tables(monkeypatch, 
         'smaller with recurrence in 35.0% of draws, larger in 37.1%; best L 2 with recurrence '
         '(95%: 1 to 8) and 2 without (95%: 2 to 8)',
         '0.0320 0.0014 5 7.05 MB 128',
+        '(a) r1 above n1, n2, n4, n8: confirmed, holds in 99.2% of draws',
+        '(c) n8 more than 0.05 above n1: confirmed, holds in 98.2% of draws',
+        '(a) r1 above n1, n2, n4, n8: confirmed, holds in 99.9% of draws',
+        '(b) r8 at most 0.05 above r1: refuted, holds in 0.9% of draws',
     ):
         assert line in printed, line
     assert drawn == ['depth', 'lengths', 'by_position', 'convlstm', 'boxoban', 'states']
