@@ -143,19 +143,26 @@ def verdicts(blocks: DataFrame) -> list[str]:
     return found
 
 
+def read_tuned(path: Path = TABLE) -> tuple[DataFrame, dict[str, Series]]:
+    """Return the runs of a table at the best rates, and by budget the updates of each model."""
+    table, models = pandas.read_csv(path), tuned()
+    table = table[table['rate'] == table['name'].map(models['rate'])]
+    bytes_ = Series(UPDATES, models.index)
+    budgets = {
+        'equal bytes': bytes_,
+        'twice the bytes': 2 * bytes_,
+        'equal seconds': models['updates'],
+    }
+    return table, budgets
+
+
 def report(path: Path = TABLE) -> None:
     """Print the whole blocks of each budget with means and standard errors, the verdicts once every
     seed has a block, and what is secondary."""
     if not path.exists():
         raise UserError(f'{path}: no run has finished yet')
-    table, models = pandas.read_csv(path), tuned()
-    table = table[table['rate'] == table['name'].map(models['rate'])]
-    bytes_ = Series(UPDATES, models.index)
-    for budget, updates in {
-        'equal bytes': bytes_,
-        'twice the bytes': 2 * bytes_,
-        'equal seconds': models['updates'],
-    }.items():
+    table, budgets = read_tuned(path)
+    for budget, updates in budgets.items():
         print(f'\nS5, {budget}: mean accuracy over 1 to 32 moves')
         blocks = whole_blocks(table, updates)
         if blocks.empty:
@@ -169,7 +176,8 @@ def report(path: Path = TABLE) -> None:
             print(*verdicts(blocks), sep='\n')
         rows = whole_blocks(table, updates, value='tracked')
         print(f'tracked: {rows.mean().round(1).to_dict()}')
-    change = whole_blocks(table, bytes_) - whole_blocks(table, bytes_, 'Z5')
+    updates = budgets['equal bytes']
+    change = whole_blocks(table, updates) - whole_blocks(table, updates, 'Z5')
     print('\nS5 minus Z5, equal bytes')
     change = change.dropna().agg(['mean', 'sem', 'count']).round(3)
     print(change.to_string() if change.loc['count'].any() else 'no whole block')

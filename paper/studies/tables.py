@@ -205,15 +205,14 @@ def agents() -> None:
 
 def state_tracking() -> None:
     """The study of state tracking: accuracies by number of moves, of the blocks that are judged."""
-    table, models = pandas.read_csv(states.TABLE), states.tuned()
-    table = table[table['rate'] == table['name'].map(models['rate'])]
-    budgets = {
-        'after 3.3 MB': Series(states.UPDATES, models.index),
-        'after equal time on one CPU core': models['updates'],
+    table, budgets = states.read_tuned()
+    panels = {
+        'after 3.3 MB': budgets['equal bytes'],
+        'after equal time on one CPU core': budgets['equal seconds'],
     }
     guessing = Series(likeliest(MOVES['S5'], 32), name='y').rename_axis('moves').reset_index()
     points = []
-    for panel, updates in budgets.items():
+    for panel, updates in panels.items():
         blocks = states.whole_blocks(table, updates).index
         rows = states.rows_of(table, updates).set_index(['seed', 'processor']).loc[blocks]
         for n in range(1, 33):
