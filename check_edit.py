@@ -117,13 +117,13 @@ SMALL = {
 }
 SLICES = model_file.LOGITS_PER_SLICE  # by device
 VOCAB = 11  # of the language models that run in all modes
-TILE = unroll.TILE  # of the scripts
+TILE, KEPT, SLICE = unroll.TILE, unroll.MAX_KEPT_BYTES, SLICES['cpu']  # of the scripts
 MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES, SLICES['cpu']
-    'plain': ('plain', False, 2**30, 2**24),
-    'fast': ('fast', False, 2**30, 100),  # a loss in five slices, the last of which is shorter
-    'compiled': ('fast', True, 2**30, 2**24),
-    'recomputed': ('fast', False, 0, 2**24),
-    'compiled recomputed': ('fast', True, 0, 2**24),
+    'plain': ('plain', False, KEPT, SLICE),
+    'fast': ('fast', False, KEPT, 100),  # a loss in five slices, the last of which is shorter
+    'compiled': ('fast', True, KEPT, SLICE),
+    'recomputed': ('fast', False, 0, SLICE),
+    'compiled recomputed': ('fast', True, 0, SLICE),
 }
 NOTE = 'NOTE '  # main repeats the lines that start so
 # What the logs and checkpoints of equal runs need not share.
