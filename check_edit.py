@@ -637,7 +637,8 @@ def losses_in(run: Path) -> str:
     for name in ('train_loss', 'loss', 'val_loss', 'eval_return'):
         values = [record[name] for record in log_of(run) if name in record]
         if values:
-            texts.append(f'{name} {values[0]:.4f} to {values[-1]:.4f}')
+            # Twelve updates of a learned scale may move a loss by 1e-5.
+            texts.append(f'{name} {values[0]:.6f} to {values[-1]:.6f}')
     return ', '.join(texts)
 
 
