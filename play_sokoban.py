@@ -37,6 +37,7 @@ from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, 
 from support import ranks
 from support.export import load_weights
 from support.files import read_tensors
+from support.signals import exit_at_signals
 
 # fmt: off
 out_dir = ''                   # the agent's folder: a run of train_sokoban.py, or an export
@@ -182,14 +183,9 @@ def keyboard() -> Iterator[Callable[[float | None], str]]:
         # an arrow key sends three characters at once: they count as one key
         return os.read(source, 16).decode(errors='replace')[:1] or 'q'  # '' is the end of the input
 
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)  # runs the finally below
-
-    # ctrl-Z would leave the terminal without cursor and echo
-    handlers = {signal.SIGTERM: leave, signal.SIGHUP: leave, signal.SIGTSTP: signal.SIG_IGN}
     before = termios.tcgetattr(source)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    exit_at_signals()
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # ctrl-Z would leave it without cursor and echo
     try:
         tty.setcbreak(source)
         print('\x1b[?25l', end='')  # hide the cursor

@@ -425,7 +425,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
         )
         is_export = folder.path_of_saved.name == WEIGHTS  # nothing is written into its folder
         if rank == 0 and not is_export:
-            name = re.sub(r'\W+', '-', os.path.splitext(levels or eval_split)[0]).strip('-')
+            source = levels or eval_split
+            name = re.sub(r'\W+', '-', os.path.splitext(source)[0]).strip('-')
+            if name != source:  # two paths may have one name
+                name = f'{zlib.crc32(os.fsencode(source)):08x}-{name}'
             path = os.path.join(out_dir, f'eval_{name}.json')
             record = {**metadata, 'time_limit': time_limit, **result}
             ranks.attempt(path, lambda: write_json(record, path))

@@ -23,6 +23,7 @@ from support.script import UserError, run_script
 from paper.plans import ROOT
 from support.ranks import Throttle
 from support.run_folder import log_of
+from support.signals import exit_at_signals
 
 # fmt: off
 seconds = 190         # training time of each
@@ -64,7 +65,7 @@ def train(updates: dict[str, int]) -> None:
             if is_due():
                 print('; '.join(f'{name}: {progress(name)}' for name in updates), flush=True)
     finally:
-        for process in processes.values():  # after a ctrl-C
+        for process in processes.values():  # after a ctrl-C or a signal
             process.terminate()
     for name, process in processes.items():
         if process.returncode:
@@ -74,6 +75,7 @@ def train(updates: dict[str, int]) -> None:
 
 def main() -> None:
     configure(globals())
+    exit_at_signals()
     train(dict.fromkeys(CONFIGS, TRIAL))
     updates = {}
     for name in CONFIGS:

@@ -36,6 +36,7 @@ from support import ranks, run_folder
 from support.code import code_record
 from support.files import read_json, write_json, write_text
 from support.loader import write_meta, write_shard
+from support.signals import exit_at_signals
 
 # -----------------------------------------------------------------------------
 minutes = 9.5  # of all steps together; a start may take half a minute
@@ -267,6 +268,7 @@ def main() -> int:
     folder = path.with_suffix('')
     if path.exists() or folder.exists():
         raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
+    exit_at_signals()
     write_data(folder / 'data')
     (folder / 'alone').mkdir()  # for steps that are run again
     code = code_record(ROOT / 'bench.py')  # which imports the trainers

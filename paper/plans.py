@@ -188,7 +188,9 @@ def find_runs(folders: str | os.PathLike | Iterable) -> list[pathlib.Path]:
     a run."""
     found = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
-        inside = sorted(runs_inside(pathlib.Path(folder)))  # links are last, and replace the others
+        inside = sorted(
+            runs_inside(pathlib.Path(folder).expanduser())
+        )  # links are last, and replace the others
         if not inside:
             raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
         found |= {path.resolve(): path for _, path in inside}

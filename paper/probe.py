@@ -56,6 +56,8 @@ from torch import Tensor, nn
 
 from convlstm import PLANES, Agent, build_agent, load_agent
 from levels import AGENT, CELLS, load_level_sets, plan_image
+from paper.plans import script_of
+from paper.sweep import NEUTRAL
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
 from support.code import code_record
@@ -114,7 +116,7 @@ DRAWN = {  # probes in recall.png: (line style, end of their label)
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
 # Settings in which seeds of one agent may differ.
-NOT_THE_AGENT = ('seed', 'device', 'threads', *PER_CALL)
+NOT_THE_AGENT = ('seed', *NEUTRAL, *PER_CALL)
 
 
 # ---- agents and levels ----
@@ -196,9 +198,10 @@ def play(player: Player, policy: object, packed: ndarray, device: str) -> dict[s
 def best_of_seeds(players: list[Player], rates: list[float]) -> list[int]:
     """Return the numbers of the players to compare: of those that differ only in their seed, the
     one with the highest solve rate, the first in a tie."""
-    groups = {}
+    groups, defaults = {}, script_of('train_sokoban.py').defaults  # of settings that are newer
     for i, player in enumerate(players):
-        same = {k: x for k, x in player.settings.items() if k not in NOT_THE_AGENT}
+        settings = defaults | player.settings
+        same = {k: settings[k] for k in sorted(settings) if k not in NOT_THE_AGENT}
         groups.setdefault(repr((vars(player.agent.config), same)), []).append(i)
     return [max(group, key=lambda i: rates[i]) for group in groups.values()]
 
@@ -439,7 +442,7 @@ def main() -> None:
     names = list(itertools.takewhile(lambda argument: not argument.startswith('-'), argv))
     folders = [name for name in names if os.path.isdir(name) or not name.endswith('.py')]
     configure(globals(), [*(name for name in names if name not in folders), *argv[len(names) :]])
-    if not folders:
+    if not folders or '' in folders:
         raise UserError('no agents: name their folders, python -m paper.probe out/a out/b')
     ranks.keep_memory()
     torch_device = ranks.pick_device(device, threads)

@@ -343,7 +343,7 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.states', None, __doc__, formatter_class=form)
     add = parser.add_argument
-    add('folders', nargs='+', metavar='FOLDER', help='runs, or folders of runs')
+    add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
     if streams is None:
         add('--chains', type=int, default=1000, help='of each length in the test text: n x 100')
     add('--which', choices=['best', 'last'], default='best', help='checkpoint of a run')

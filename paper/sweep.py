@@ -186,6 +186,8 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
         old = saved.get(name)
         old = tuple(old) if isinstance(old, list) else old  # from JSON
         is_adopted = name in adopted and value == defaults.get(name)
+        if name in DATA and old and value and os.path.realpath(old) == os.path.realpath(value):
+            continue  # one folder, written in two ways
         is_compared = name not in NEUTRAL + PER_CALL and value != 'auto' and not is_adopted
         if is_compared and old != value:
             return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0

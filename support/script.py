@@ -72,7 +72,10 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
         status, line = 2, 'error: ' + ' '.join(str(error).splitlines())
     except OSError as error:
         named = error.filename is not None and error.strerror is not None
-        status, line = 2, f'error: {f"{error.filename}: {error.strerror}" if named else error}'
+        reason = error.strerror
+        if isinstance(error, FileExistsError) and named and not os.path.exists(error.filename):
+            reason = f'a link to {os.readlink(error.filename)}, which is not there'
+        status, line = 2, f'error: {f"{error.filename}: {reason}" if named else error}'
         # Writing to standard output fails once more if that was the reason.
         broken = None if named else write_stdout(' ')
         if isinstance(broken, BrokenPipeError):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 
 from support.script import under_torchrun
@@ -49,3 +50,11 @@ class Stopper:
                 os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
         elif number == signal.SIGINT and time.monotonic() - self.time > under_torchrun():
             raise KeyboardInterrupt
+
+
+def exit_at_signals() -> None:
+    """Let STOP_SIGNALS end the program by SystemExit, so that its `finally` blocks end what it has
+    started. A ctrl-C raises KeyboardInterrupt anyway, and what is ignored or handled stays so."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))

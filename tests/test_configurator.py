@@ -271,6 +271,15 @@ def test_exit_status_and_message_of_a_script(capsys, error, status, printed):
     assert (stop.value.code, capsys.readouterr().err) == (status, printed)
 
 
+def test_a_link_to_nothing_in_place_of_a_folder_is_named(tmp_path, capsys):
+    link = tmp_path / 'link'
+    link.symlink_to('gone')
+    with pytest.raises(SystemExit, match='2'):
+        run_script(lambda: os.makedirs(link, exist_ok=True))
+    expected = f'error: {link}: a link to gone, which is not there\n'
+    assert capsys.readouterr().err == expected
+
+
 PRINT = """
 from support import script
 script.run_script(lambda: print('text'))

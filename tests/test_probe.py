@@ -189,6 +189,8 @@ def test_recorded_steps_are_those_of_an_evaluation_with_s_of_both_agents(agents,
 def test_of_runs_that_differ_in_their_seed_the_best_is_used(agents):
     runs = [load(agents, seed=seed) for seed in (1, 2, 3)] + [load(agents, gamma=0.9)]
     assert probe.best_of_seeds(runs, [0.5, 0.7, 0.7, 0.2]) == [1, 3]
+    runs[1].settings.update(gae_lambda=0.97, plot=True)  # the others are older, and not drawn
+    assert probe.best_of_seeds(runs, [0.5, 0.7, 0.7, 0.2]) == [1, 3]
 
 
 # ---- levels ----

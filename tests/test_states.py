@@ -6,6 +6,8 @@ import random
 import re
 import runpy
 import shutil
+import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -342,6 +344,7 @@ def test_scores_of_an_erased_state_have_files_of_their_own(trained_states, tmp_p
         (['recurrent', '--erase=s', '--moves_before=-1'], '--moves_before=-1: must be at least 0'),
         (['recurrent', '--erase=s', '--moves_before=9'], 'no answer of at least 9 moves'),
         (['missing'], 'missing: holds no run'),
+        ([''], 'FOLDER: is empty, name a folder'),  # not the current one
     ],
 )
 def test_what_cannot_be_scored_is_refused(trained_states, monkeypatch, arguments, message):
@@ -474,6 +477,26 @@ def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, mon
     assert all(f', {step} in 1 s' in printed for step in frame['step'])
     monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing'])
     assert_refused("recurrent.txt: error: no val shards in 'missing'", demo_states.main)
+
+
+def test_a_signal_to_the_demo_ends_what_it_has_started(tmp_path, monkeypatch):
+    started = []
+
+    def start(*args, real=subprocess.Popen, **options):
+        started.append(real(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(demo_states.subprocess, 'Popen', start)
+    sleep = SimpleNamespace(sleep=lambda _: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setattr(demo_states, 'time', sleep)
+    monkeypatch.setattr(sys, 'argv', ['demo_states', f'--out_dir={tmp_path}/out'])
+    former = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGUSR1)):
+            demo_states.main()
+        assert [process.wait(60) for process in started] == 2 * [-signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGUSR1, former)
 
 
 # ---- the registered study

@@ -140,6 +140,14 @@ def test_the_scripts_of_the_paper_run_from_any_folder(name, tmp_path):
     assert 'paper' in output_of(process)
 
 
+def test_another_package_named_paper_is_not_taken_for_this_folder(tmp_path):
+    (tmp_path / 'paper').mkdir()
+    (tmp_path / 'paper' / '__init__.py').touch()
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path)}
+    printed = output_of(start(['-c', 'import paper; print(paper.__path__)'], env=env))
+    assert printed.strip() == str([str(ROOT / 'paper')])
+
+
 def test_a_listed_run_has_its_cost_and_a_command_with_its_settings(main, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, out = main('lm-small', '--only=n_layer == 16 and n_embd == 768 and not recurrent')
@@ -254,6 +262,7 @@ def test_a_folder_of_another_run_is_not_taken_for_a_result(main, fake):
     message = f"{folder} has data_dir = 'data', not 'other': move it away, or choose another --out"
     for action in ('--run', '--slurm'):
         assert_refused(message, main, 'fake', action, '--', '--data_dir=other')
+    main('fake', '--run', '--', f'--data_dir={Path("data").absolute()}')  # the same folder
     fake(n_layer=[1], max_iters=6)
     assert_refused(f'{folder} has max_iters = 4, not 6', main, 'fake', '--run')
     assert 'has max_iters = 4, not 6' in main('fake')[1]

@@ -190,12 +190,17 @@ def test_a_run_writes_its_log_config_curve_and_checkpoints(finished_run):
 def test_eval_only_evaluates_a_run_or_an_export(finished_run, tmp_path, capsys):
     """On the levels of the run it repeats the last evaluation, or that of the best agent. It has
     the time limit of the run unless that is set. A file of levels is evaluated as a whole, and its
-    result has the whole path in its name. Nothing is written into the folder of an export."""
+    result has the whole path in its name, which is no other's. Nothing is written into the folder
+    of an export."""
     np.save(tmp_path / 'x.npy', generate(12, 1, 3, 6)[0])
+    other = tmp_path.with_name(f'{tmp_path.name}-x.npy')
+    np.save(other, generate(9, 1, 3, 6)[0])
     evaluate = ['--eval_only=True', '--device=cpu', f'--out_dir={finished_run}']
     assert call(train_sokoban, *evaluate) == 0
     assert call(train_sokoban, *evaluate, f'--levels={tmp_path}/x.npy', '--time_limit=3') == 0
     (of_file,) = finished_run.glob(f'eval_*{tmp_path.name}-x.json')
+    assert call(train_sokoban, *evaluate, f'--levels={other}') == 0
+    assert len([*finished_run.glob(f'eval_*{tmp_path.name}-x.json')]) == 2
     a = json.loads((finished_run / 'eval_generated.json').read_text())
     b = json.loads(of_file.read_text())
     expected = read_log(finished_run)[-1]['eval_return']
