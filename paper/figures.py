@@ -26,6 +26,7 @@ import os
 import sys
 from collections.abc import Iterable
 from functools import partial
+from numbers import Number
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/figures.py
@@ -76,6 +77,13 @@ def judged_return(log: DataFrame, log_interval: int) -> float:
     return total / lines['episodes'].sum() if len(lines) else math.nan
 
 
+def text_of(value: object) -> str:
+    """Return a setting as text, which pandas wants in UTF-8: the name of a folder may be in another
+    encoding."""
+    text = value if isinstance(value, str) else repr(value)
+    return text.encode(errors='backslashreplace').decode()
+
+
 def versions_of(settings: dict) -> str:
     """Return the checksums of the code of all starts of a run."""
     starts = [settings, *settings.get('starts', [])]
@@ -101,7 +109,7 @@ def runs(folders: Folders) -> DataFrame:
             'kind': 'recurrent' if settings['recurrent'] else 'non-recurrent',
             'finished': False,
             'commit': settings.get('code', {}).get('commit'),
-            **{k: repr(x) if isinstance(x, list | dict) else x for k, x in settings.items()},
+            **{k: x if isinstance(x, Number | None) else text_of(x) for k, x in settings.items()},
             'code': versions_of(settings),
         }
         log, last = DataFrame(records), {}

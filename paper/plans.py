@@ -193,6 +193,9 @@ def find_runs(folders: str | os.PathLike | Iterable) -> list[pathlib.Path]:
         )  # links are last, and replace the others
         if not inside:
             raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
+        for _, path in inside:
+            if str(path).encode(errors='replace').decode() != str(path):  # for pandas
+                raise UserError(f'{path}: the name is not UTF-8: rename it, or make a link to it')
         found |= {path.resolve(): path for _, path in inside}
     return list(found.values())
 

@@ -31,7 +31,8 @@ MANY = 50  # points of a line, which has no markers then, and a band of errors
 def plain(text: object, inches: float = 10) -> str:
     """Return a text in lines of at most this length. It holds no formula, which two dollar signs in
     the name of a folder would enclose."""
-    return textwrap.fill(str(text), int(inches * PER_INCH)).replace('$', r'\$')
+    text = str(text).encode(errors='backslashreplace').decode()  # a folder's name may be no UTF-8
+    return textwrap.fill(text, int(inches * PER_INCH)).replace('$', r'\$')
 
 
 @matplotlib.rc_context({'font.size': 8})

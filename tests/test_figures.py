@@ -73,6 +73,16 @@ def test_each_run_is_a_row_with_its_settings_last_and_best_values(tmp_path):
     assert not started['finished'] and math.isnan(started['loss'])
 
 
+def test_a_folder_whose_name_is_not_utf8_is_refused_or_linked(tmp_path):
+    """A setting may name it."""
+    folder = tmp_path / os.fsdecode(b'\xff')
+    write_lm(folder / 'a', 1.0, data_dir=str(folder))
+    assert_refused('the name is not UTF-8: rename it, or make a link to it', runs, tmp_path)
+    (tmp_path / 'link').symlink_to(folder)
+    frame = runs(tmp_path / 'link')
+    assert frame['data_dir'].item().endswith(r'\udcff') and frame['loss'].item() == 1
+
+
 def test_runs_behind_links_are_found(tmp_path, capsys):
     """The folder of a run or of a plan may be a link, and a link may lead back or nowhere. A run
     that is found twice has the plan in whose folder it was linked."""
