@@ -444,8 +444,14 @@ class RunFolder:
         if self.rank > 0:
             return
         remove_temporary(self.path)
-        for path in [(self.path / name).resolve() for name in (LAST, BEST)]:  # of links
-            remove_temporary(path.parent, path.name)
+        best = self.path / BEST
+        if not self.is_copy:
+            for path in [(self.path / LAST).resolve(), best.resolve()]:  # of links
+                remove_temporary(path.parent, path.name)
+        elif best.is_symlink() and best.is_dir():  # it leads to the best model of the original
+            original = best.resolve()
+            best.unlink()
+            shutil.copytree(original, best)
         this = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
         this['changes'] = self.changes
         starts = [*self.metadata.get('starts', []), this]

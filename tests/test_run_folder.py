@@ -371,16 +371,22 @@ def test_a_linked_checkpoint_stays_where_the_link_leads(tmp_path):
     assert load_last(folder)[0]['step'] == 4
 
 
-def test_a_copied_run_leaves_the_linked_checkpoint_to_the_original(tmp_path):
+def test_a_copied_run_leaves_what_is_linked_to_the_original(tmp_path):
     folder, disk = tmp_path / 'run', tmp_path / 'disk'
     disk.mkdir()
     train(folder)
     (folder / LAST).rename(disk / 'last.pt')
     (folder / LAST).symlink_to(disk / 'last.pt')
+    (disk / 'best').mkdir()
+    (disk / 'best' / 'config.json').write_text('{}')
+    (folder / 'best').symlink_to(disk / 'best')
+    (disk / '.last.pt.0f0f0f0f.tmp').write_text('of a save of the original')
     shutil.copytree(folder, tmp_path / 'copy', symlinks=True)
     train(tmp_path / 'copy', steps=5, saves=(4, 5), resume=True)
     assert load_last(folder)[0]['step'] == 3 and load_last(tmp_path / 'copy')[0]['step'] == 5
-    assert not (tmp_path / 'copy' / LAST).is_symlink()
+    assert not any((tmp_path / 'copy' / name).is_symlink() for name in (LAST, 'best'))
+    assert names_in(tmp_path / 'copy' / 'best') == ['config.json']
+    assert names_in(disk) == ['.last.pt.0f0f0f0f.tmp', 'best', 'last.pt']
 
 
 def test_links_to_a_disk_that_is_gone_are_named_before_a_run_starts(tmp_path):
