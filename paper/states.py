@@ -269,15 +269,16 @@ def tracked(accuracies: Series) -> int:
 
 
 def name_lines(frame: DataFrame) -> Series:
-    """Return a name for each run, which runs that differ in their seed and task alone share: kind,
-    sizes and settings that differ, and the training data and the time of updates alone, as means
-    over seeds."""
+    """Return a name for each run, which runs that differ in their seed and task alone share, if all
+    or none have finished: kind, sizes and settings that differ, and the training data and the time
+    of updates alone, as means over seeds."""
     name = frame['kind'].where(frame['model'] != 'LSTM', 'LSTM') + ', ' + name_cells(frame)
     for setting in varied(frame):
         if setting not in ('data_dir', 'eval_interval'):
             name += f', {setting} = ' + frame[setting].astype(str)
     if frame['plan'].nunique() > 1:
         name = frame['plan'] + ': ' + name
+    name += frame['finished'].map({True: '', False: ', not finished'})
     cost = frame.groupby(name)[['last_tokens', 'seconds']].transform('mean')
     size = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
     return name + size + cost['seconds'].map(' in {:.0f} s'.format)

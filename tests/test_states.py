@@ -325,6 +325,14 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     assert 'non-recurrent, L = 2, E = 2, d = 32, trained on 0.0 MB in ' in printed
 
 
+def test_seeds_that_have_not_finished_are_kept_apart(trained_states):
+    frame = runs(trained_states / 'states')
+    assert states.name_lines(frame).nunique() == 3
+    frame.loc[frame['seed'] == 2, 'finished'] = False
+    names = states.name_lines(frame)
+    assert names.nunique() == 4 and names.str.contains(', not finished, trained on').sum() == 1
+
+
 def test_scores_of_an_erased_state_have_files_of_their_own(trained_states, tmp_path, monkeypatch):
     run = trained_states / 'states/recurrent'
     arguments = '--erase=caches', '--moves_before=3', '--chains=100'
