@@ -188,6 +188,8 @@ def find_runs(folders: str | os.PathLike | Iterable) -> list[pathlib.Path]:
     a run."""
     found = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
+        if folder == '':
+            raise UserError('the name of a folder is empty: name a folder of runs')
         inside = sorted(
             runs_inside(pathlib.Path(folder).expanduser())
         )  # links are last, and replace the others

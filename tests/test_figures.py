@@ -83,6 +83,14 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_or_linked(tmp_path):
     assert frame['data_dir'].item().endswith(r'\udcff') and frame['loss'].item() == 1
 
 
+def test_no_name_is_not_the_current_folder_and_a_tilde_is_that_of_the_user(tmp_path, monkeypatch):
+    write_lm(tmp_path / 'plan/1', 1.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert len(runs('~/plan')) == 1
+    assert_refused('the name of a folder is empty', runs, '')
+
+
 def test_runs_behind_links_are_found(tmp_path, capsys):
     """The folder of a run or of a plan may be a link, and a link may lead back or nowhere. A run
     that is found twice has the plan in whose folder it was linked."""
