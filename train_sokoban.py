@@ -352,7 +352,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     at_end.callback(folder.unlock)
     if init_from and not folder.saved:
-        config.adopt(sizes_in(init_from), MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
+        saved = sizes_in(init_from, MODEL_SETTINGS)
+        config.adopt(saved, MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
     updates = math.ceil(total_steps / (n_envs * unroll))
     if folder.step > updates and not eval_only:

@@ -190,9 +190,8 @@ def find_runs(folders: str | os.PathLike | Iterable) -> list[pathlib.Path]:
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         if folder == '':
             raise UserError('the name of a folder is empty: name a folder of runs')
-        inside = sorted(
-            runs_inside(pathlib.Path(folder).expanduser())
-        )  # links are last, and replace the others
+        # links are last, and replace the others
+        inside = sorted(runs_inside(pathlib.Path(folder).expanduser()))
         if not inside:
             raise UserError(f'{folder}: holds no run, a folder with config.json and log.jsonl')
         for _, path in inside:

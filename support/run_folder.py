@@ -28,7 +28,7 @@ import shutil
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from support.script import UserError, find_rank, first_line, print0, warn
 
@@ -130,13 +130,18 @@ def read_metadata(folder: pathlib.Path) -> dict:
     return metadata
 
 
-def sizes_in(folder: Path) -> dict:
+def sizes_in(folder: Path, names: Iterable[str] = ()) -> dict:
     """Return the settings that the model of an export, or the best model of a run, is built with,
-    and those of its run. Raises UserError if the folder holds neither."""
+    and those of its run. Raises UserError if the folder holds neither, or a model of the other
+    kind, if `names` has the settings of one kind: agents have no tokenizer."""
     export = export_in(folder)
     metadata = read_metadata(export)
     with restoring(export / CONFIG):
-        return {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
+        found = {**metadata.get('settings', {}), **metadata, **metadata.get('model', {})}
+    if names and ('tokenizer' in names) != ('tokenizer' in found):
+        kind = 'a language model' if 'tokenizer' in found else 'an agent'
+        raise UserError(f'{export}: holds {kind}, of another trainer: give another folder')
+    return found
 
 
 # ---- the machine ----
@@ -214,11 +219,11 @@ def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
         return load_checkpoint(paths[1]), paths[1]
 
 
-def load_export(folder: Path) -> tuple[dict, pathlib.Path]:
+def load_export(folder: Path, names: Iterable[str] = ()) -> tuple[dict, pathlib.Path]:
     """Return an export in the form of a checkpoint, with 'config', 'model' and 'step', and the path
-    of its weights. Raises UserError."""
+    of its weights. names: as in sizes_in. Raises UserError."""
     path = pathlib.Path(folder, WEIGHTS)
-    config = sizes_in(folder)
+    config = sizes_in(folder, names)
     return {'config': config, 'model': read_tensors(path), 'step': config.get('step') or 0}, path
 
 
@@ -378,7 +383,7 @@ class RunFolder:
         Print what is changed. Raises UserError if a fixed setting is changed."""
         config = self.config
         is_export = (self.path / WEIGHTS).exists()
-        self.saved, path = load_export(self.path) if is_export else load_last(self.path)
+        self.saved, path = load_export(self.path, fixed) if is_export else load_last(self.path)
         self.path_of_saved = path
         if path.name == PREV:
             self.keep = None  # the last checkpoint is damaged

@@ -205,6 +205,18 @@ def test_a_damaged_description_is_named_by_all_that_read_it(tmp_path, content):
         assert_refused('/config.json: ', read, tmp_path)
 
 
+def test_a_model_of_the_other_kind_is_named(tmp_path):
+    """To start from, or to evaluate."""
+    make_agent().save_pretrained(tmp_path / 'a')
+    make_language_model().save_pretrained(tmp_path / 'b')
+    of_lm, of_agent = ('tokenizer', 'n_layer'), ('arch', 'n_layer')
+    for read in (sizes_in, load_export):
+        read(tmp_path / 'a', of_agent)
+        read(tmp_path / 'b', of_lm)
+        assert_refused('a: holds an agent, of another trainer', read, tmp_path / 'a', of_lm)
+        assert_refused('b: holds a language model, of', read, tmp_path / 'b', of_agent)
+
+
 def test_weights_that_do_not_fit_may_come_from_before_an_edit(tmp_path):
     """Of an export, of a checkpoint, and to start from."""
     model, path = make_language_model(), tmp_path / WEIGHTS
