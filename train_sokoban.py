@@ -429,7 +429,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             source = levels or eval_split
             name = re.sub(r'\W+', '-', os.path.splitext(source)[0]).strip('-')
             if name != source:  # two paths may have one name
-                name = f'{zlib.crc32(os.fsencode(source)):08x}-{name}'
+                name = f'{zlib.crc32(os.fsencode(source)):08x}-{name[-60:]}'
             path = os.path.join(out_dir, f'eval_{name}.json')
             record = {**metadata, 'time_limit': time_limit, **result}
             ranks.attempt(path, lambda: write_json(record, path))

@@ -42,7 +42,7 @@ from convlstm import AGGREGATIONS, load_agent
 from levels import load_levels
 from model import RESIDUALS
 from paper.plans import find_runs, read_runs
-from paper.sweep import NEUTRAL, Parser, matching, path
+from paper.sweep import DATA, NEUTRAL, Parser, matching, path
 from sokoban import evaluate
 from support.files import write_text
 from support.plots import Figure, chart, save_figure
@@ -148,6 +148,8 @@ def varied(frame: DataFrame) -> list[str]:
     their seeds. Raises UserError for two runs that agree in all settings and in the seed."""
     settings = frame.filter(regex='^(?!last_|best_)').columns
     settings = settings.difference([*CELL, *NO_SETTINGS, *NEUTRAL], sort=False)
+    for name in settings.intersection(DATA):  # one folder may be written in several ways
+        frame = frame.assign(**{name: frame[name].map(os.path.realpath, na_action='ignore')})
     counts = frame.groupby(CELL, dropna=False)[[*settings]].nunique(dropna=False)
     found = [*settings[counts.max() > 1]]
     if (twice := frame.duplicated([*CELL, 'seed', *found])).any():

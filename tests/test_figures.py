@@ -199,7 +199,8 @@ def test_groups_in_which_a_seed_is_missing_are_named(capsys):
 
 
 def test_settings_that_vary_are_found_and_kept_apart():
-    """A setting that goes with the size does not vary, nor do folders and speeds."""
+    """A setting that goes with the size does not vary, nor do folders and speeds, nor one folder
+    of data that is written in two ways."""
     frame = frame_of(
         n_layer=[1] * 4 + [2] * 4,
         window=[64] * 4 + [128] * 4,
@@ -207,6 +208,7 @@ def test_settings_that_vary_are_found_and_kept_apart():
         threads=[1, 1, 2, 2] * 2,
         seed=[1, 2] * 4,
         folder=list('abcdefgh'),
+        data_dir=['data', os.path.abspath('data')] * 4,  # the same folder
         loss=1.0,
     )
     assert figures.varied(frame) == ['dtype']
