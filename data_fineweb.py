@@ -1,5 +1,5 @@
 """Prepare token shards for the language models: FineWeb, any text data set of the Hugging Face Hub,
-or local text. train_lm.py reads them (loader.py has their format).
+or local text. train_lm.py reads them (support/loader.py has their format).
 
     # quick: download GPT-2 tokens of FineWeb, a validation shard and 14 training shards of 200 MB
     # each, enough for the paper's 10,000 updates of 131,072 tokens
@@ -29,9 +29,9 @@ says what they were prepared from. A last shard of less than 1% of `shard_tokens
 
 The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
 if --shuffle_seed is set. The start of local text of fewer than 20 documents would be no fair
-sample: such text is cut into blocks of about 10,000 characters, of which some at regular distances
-validate, and the others follow in order. A warning says how many documents of the validation shard
-are also in the training shards.
+sample: such text is cut into blocks, of about 10,000 characters or, where two of these would not
+validate, fewer. Some at regular distances validate, and the others follow in order. A warning says
+how many documents of the validation shard are also in the training shards.
 
 After an interruption, run the same command again: finished shards stay, and the result has the
 same bytes as without the interruption.
@@ -222,8 +222,8 @@ class Text(NamedTuple):
 
 def read_texts(paths: Iterable[str], column: str = 'text') -> Iterator[Text]:
     """Yield the documents of files: a .txt file is one document, others have one per row. Raises
-    UserError where a file cannot be read on, because nobody knows what is lost; but a .txt file
-    that is not in UTF-8 is a single damaged document."""
+    UserError if a file is damaged part-way, because nobody knows how much text is lost. A .txt file
+    that is not UTF-8 counts as one damaged document."""
     for path in paths:
         number, is_start = 1, True
         try:
@@ -363,12 +363,13 @@ def open_texts(read: Callable[[], Iterator[Text]], names: str, seed: int, config
     """Return the source of the texts that read() yields, the same in every call. All are read once,
     so that bad input is reported before the work starts, and the source's name, `names`, gets a
     hash of the text. seed >= 0: shuffle the documents."""
-    count, size = 0, 0  # documents, bytes
+    count, length, size = 0, 0, 0  # documents, characters, bytes
     digest = hashlib.sha256()
     for text in read():
         data = b''
         if isinstance(text.value, str):
             data = text.value.encode(errors='replace')
+            length += len(text.value)
         elif not config['skip_bad']:
             raise UserError(f'{text.fault()}: {SKIP}')
         count += text.is_start
@@ -385,7 +386,9 @@ def open_texts(read: Callable[[], Iterator[Text]], names: str, seed: int, config
     def texts() -> Iterator[Text]:
         texts = read()
         if count < FEW_DOCUMENTS:
-            return cut_into_blocks(texts, max(1, min(BLOCK, size // 40)))  # 40 blocks or more
+            # A block may be three times as long (cutter), and two or more are to validate.
+            n = length // max(40, 6 * distance)
+            return cut_into_blocks(texts, max(1, min(BLOCK, n)))
         return texts
 
     def ordered() -> Iterator[Text]:

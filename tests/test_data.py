@@ -184,12 +184,12 @@ def test_a_last_shard_that_is_shorter_than_a_row_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'suffix, seed, chosen', [('.txt', -1, [0, 20, 40]), ('.jsonl', 1, [23, 2, 11])]
+    'suffix, seed, chosen', [('.txt', -1, [0, 20, 40]), ('.jsonl', 1, [119, 81, 20])]
 )
 def test_the_validation_shard_of_few_documents_is_from_all_of_the_text(
     tmp_path, suffix, seed, chosen
 ):
-    """It is cut at blanks into 41 blocks, of which every 20th validates, or shuffled ones."""
+    """It is cut at blanks into 120 blocks, of which every 20th validates, or shuffled ones."""
     whole = ''.join(f' word{k}' for k in range(20_000))
     path, folder = tmp_path / f'a{suffix}', tmp_path / 'd'
     path.write_text(whole if suffix == '.txt' else json.dumps({'text': whole}))
@@ -200,6 +200,19 @@ def test_the_validation_shard_of_few_documents_is_from_all_of_the_text(
     assert ''.join(in_order) == whole
     assert [in_order.index(block) for block in blocks[:3]] == chosen
     assert read_meta(folder)['shards'][0] == int(0.05 * len(whole))
+
+
+@pytest.mark.parametrize('blank, val_tokens', [('', 0), (' ', 300)])
+def test_the_validation_shard_is_not_the_start_alone(tmp_path, blank, val_tokens):
+    """Not of a text without blanks, whose characters take three bytes, nor if it is small."""
+    whole = blank.join(chr(0x4E00 + k // 2) for k in range(40_000))
+    (tmp_path / 'a.txt').write_text(whole)
+    settings = {'val_tokens': val_tokens, 'shard_tokens': 10**8}
+    prepare(tmp_path / 'd', text=str(tmp_path / 'a.txt'), **settings)
+    shard = read_shard(tmp_path / 'd/fineweb_val_000000.bin', 256)
+    blocks = bytes(shard.astype(np.uint8)).split(b'\xff')[1:]
+    assert len(blocks) > 1
+    assert whole.index(blocks[1].decode(errors='ignore')[:20]) > len(whole) / 10
 
 
 def test_twenty_documents_stay_whole_in_order_or_shuffled(tmp_path, monkeypatch):
