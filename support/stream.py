@@ -131,9 +131,10 @@ class Stream:
             part_x, part_y = x[first : first + self.rows], y[first : first + self.rows]
             if part_x.shape != self.x.shape:  # the end of the texts, or the last of them
                 rows = [
-                    t.narrow(d, 0, len(part_x)) for t, d in zip(self.part, self.dims, strict=True)
+                    t.narrow(dim, first, len(part_x))
+                    for t, dim in zip(self.state, self.dims, strict=True)
                 ]
-                state = getattr(self.part, '_make', tuple)(rows)
+                state = getattr(self.state, '_make', tuple)(rows)
                 chunk(part_x.to(self.device), part_y.to(self.device), state)
                 continue
             whole = [
@@ -152,9 +153,9 @@ class Stream:
 
     @torch.no_grad()
     def score(self, x: Tensor, y: Tensor, report: Callable[[str], None] = print0) -> Tensor:
-        """Return [summed loss in nats, number of tokens] in fp64 of texts x and their targets y,
-        (N, n) each, read from an empty state, B texts at a time. Neither B nor T changes the
-        result. report: prints a line of progress."""
+        """Return [summed loss in nats, number of tokens], in fp64 (on mps in fp32), of texts x and
+        their targets y, (N, n) each, read from an empty state, B texts at a time. Neither B nor T
+        changes the result. report: prints a line of progress."""
         self.sums.zero_()
         is_due = Throttle()
         for first in range(0, len(x), self.B):

@@ -74,14 +74,15 @@ def test_micro_batches_train_as_rows_that_are_read_alone(kind):
 
 @KINDS
 def test_a_score_depends_neither_on_rows_nor_on_chunks(kind):
-    """Four texts of 30 tokens, one to four side by side, in chunks of 30, 8 and 1, each twice."""
+    """Four texts of 30 tokens, one to four side by side, of which all or two are a micro-batch, in
+    chunks of 30, 8 and 1, each twice."""
     model = make_model(**kind)
     x, y = tokens(4, 30)
     with torch.no_grad():
         loss, _ = model(x, y, model.init_state(4))
     expected = [120 * loss.cross_entropy.item(), 120]  # nats and tokens
-    for B, T in ((4, 30), (1, 30), (2, 8), (4, 1), (3, 8)):
-        valid = Stream(model, B, T, B)
+    for B, T, rows in ((4, 30, 4), (1, 30, 1), (2, 8, 2), (4, 1, 4), (3, 8, 3), (4, 8, 2)):
+        valid = Stream(model, B, T, rows)
         for _ in range(2):
             assert valid.score(x, y).tolist() == pytest.approx(expected, rel=1e-5)
 
