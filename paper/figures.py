@@ -12,8 +12,9 @@ For another figure read the same frame, for example in a notebook in the project
 
 Each figure is a function of such a frame, and returns a figure of matplotlib. `model`, `plan` (the
 folder that holds the run) and `kind` (recurrent or not) name what is compared; a setting that
-differs between runs of equal size and seed is an ablation. A learning rate that is not the only
-such difference is tuned first. Finished runs that are not drawn are named.
+differs between runs of equal size and seed is an ablation. Learning rates are tuned first, unless
+they are the only difference, or the axis of --figure=ablation. Finished runs that are not drawn are
+named.
 
 A language model is judged by `loss`, its last validation loss, an agent by `return`, the mean over
 the episodes of its last updates (see judged_return).
@@ -38,10 +39,10 @@ import pandas
 from pandas import DataFrame, Series
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from convlstm import AGGREGATIONS, load_agent
+from convlstm import load_agent
 from levels import load_levels
 from model import RESIDUALS
-from paper.plans import find_runs, read_runs
+from paper.plans import AGGREGATIONS, find_runs, read_runs
 from paper.sweep import DATA, NEUTRAL, Parser, matching, path
 from sokoban import evaluate
 from support.files import write_text

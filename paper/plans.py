@@ -11,7 +11,8 @@ of paper/studies/decay.py, three values of a setting and three seeds of a tiny m
     PLAN = Plan(
         'Weight decay of Muon',
         grid(
-            *('train_lm.py', 'config/tiny_lm.py'),
+            'train_lm.py',
+            'config/tiny_lm.py',
             weight_decay=[0, 0.01, 0.1],
             seed=[1, 2, 3],
             max_iters=20,
@@ -49,7 +50,7 @@ from support.script import UserError, first_line
 
 import torch
 
-from convlstm import AGGREGATIONS, AgentConfig, build_agent
+from convlstm import AgentConfig, build_agent
 from lstm import build_lstm
 from model import RESIDUALS, ModelConfig, build_model
 from support.run_folder import log_of, settings_of
@@ -57,6 +58,7 @@ from tokenizer import VOCAB
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUDIES = ROOT / 'paper' / 'studies'
+AGGREGATIONS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']  # of the paper
 LONGEST_NAME = 200  # bytes of a folder's name, of which most file systems allow 255
 
 # ---- runs ----
@@ -389,9 +391,7 @@ PLANS = {
     'scaling': Plan('Scaling the number of experts', scaling),
     'aggregation': Plan(
         'Aggregation of experts',
-        ablation(
-            [run_of('convlstm', True, 1, 4, 128)], sixteen([2]), aggregation=list(AGGREGATIONS)
-        ),
+        ablation([run_of('convlstm', True, 1, 4, 128)], sixteen([2]), aggregation=AGGREGATIONS),
     ),
     'communication': Plan(
         'Communication radius',

@@ -508,7 +508,7 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
     for recurrent, L in depth.ALLOCATIONS:
         write_lm(
             *(tmp_path / f'out/depth/{recurrent}-{L}', 5.5, 1.5),
-            **{'recurrent': recurrent, 'n_layer': L, **common},
+            **{'recurrent': recurrent, 'n_layer': L, 'n_expert': 16 // L, **common},
         )
         depth.main(table, lambda: depth.report(table))
     counts = [line for line in capsys.readouterr().out.splitlines() if 'blocks' in line]
@@ -545,7 +545,8 @@ def test_only_whole_blocks_of_the_registered_study_count(tmp_path, monkeypatch, 
 )
 def test_a_study_records_what_config_json_tells(tmp_path, starts, arguments, expected):
     """A run may have several starts. A processor is typed only where none is recorded."""
-    write_lm(tmp_path / 'out/depth/1', 1.5, seed=11, learning_rate=0.1, starts=starts, **starts[0])
+    settings = {'seed': 11, 'n_expert': 16, 'learning_rate': 0.1, 'starts': starts, **starts[0]}
+    write_lm(tmp_path / 'out/depth/1', 1.5, **settings)
     path, folder = tmp_path / 'depth.csv', str(tmp_path / 'out')
     if isinstance(expected, str):
         assert_refused(expected, depth.add, path, folder, *arguments)
@@ -554,6 +555,12 @@ def test_a_study_records_what_config_json_tells(tmp_path, starts, arguments, exp
     depth.add(path, folder, *arguments)
     (row,) = pandas.read_csv(path).to_dict('records')
     assert (row['processor'], row['commit']) == expected
+
+
+def test_runs_of_other_sizes_are_no_part_of_a_study(tmp_path):
+    write_lm(tmp_path / 'out/depth/1', 1.5, seed=11, n_expert=8, learning_rate=0.1, **start_of())
+    path, folder = tmp_path / 'depth.csv', str(tmp_path / 'out')
+    assert_refused('depth/1: L = 1, E = 8: is not in the plan depth', depth.add, path, folder)
 
 
 def test_a_block_of_several_commits_is_marked(capsys):
@@ -613,7 +620,7 @@ def test_the_study_of_learning_rates_judges_each_and_both(
 def test_runs_at_both_rates_are_kept_apart(tmp_path):
     for rate in depth_rates.RATES:
         folder = tmp_path / f'out/depth-rates/{rate}'
-        write_lm(folder, 1.5, seed=11, learning_rate=rate, **start_of())
+        write_lm(folder, 1.5, seed=11, n_expert=16, learning_rate=rate, **start_of())
     for _ in range(2):
         depth.add(tmp_path / 'depth_rates.csv', str(tmp_path / 'out'))
     assert pandas.read_csv(tmp_path / 'depth_rates.csv')['learning_rate'].to_list() == [0.02, 0.08]

@@ -294,7 +294,7 @@ def trained_states(tmp_path_factory):
     settings += [{'name': 'nonrecurrent', 'recurrent': False}, {'name': 'lstm', 'arch': 'lstm'}]
     for run in settings:
         name = run.pop('name')
-        sizes = {'window': 16, 'max_iters': 2, 'eval_interval': 2, **run}
+        sizes = {'n_expert': 4, 'window': 16, 'max_iters': 2, 'eval_interval': 2, **run}
         assert run_lm(folder / 'data', folder / 'states' / name, **sizes) == 0
     return folder
 
@@ -322,7 +322,7 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
     assert (tmp_path / 'states.png').stat().st_size > 10_000
     lines = pandas.read_csv(tmp_path / 'states_table.csv', dtype=str)
     assert lines['seeds'].to_list() == ['1', '2', '1'] and lines['8'].str.endswith('+').all()
-    assert 'non-recurrent, L = 2, E = 2, d = 32, trained on 0.0 MB in ' in printed
+    assert 'non-recurrent, L = 2, E = 4, d = 32, trained on 0.0 MB in ' in printed
 
 
 def test_seeds_that_have_not_finished_are_kept_apart(trained_states):

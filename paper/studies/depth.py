@@ -31,6 +31,7 @@ from pandas import DataFrame
 
 from paper.figures import PUBLISHED, best_depths, draw_means, runs, score, value_of
 from paper.plans import Plan, Run, equal_work, grid
+from paper.plans import runs_of as runs_of_plan
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 from support.run_folder import log_of, settings_of
 
@@ -44,7 +45,8 @@ RUN = ['seed', 'recurrent', 'n_layer', 'processor', 'n_expert', 'learning_rate']
 def runs_of(recurrent: bool, L: int, learning_rate: float | list[float]) -> list[Run]:
     """Return the runs of an allocation. learning_rate: one, or a list of them as an axis."""
     return grid(
-        *('train_lm.py', CONFIGS[recurrent]),
+        'train_lm.py',
+        CONFIGS[recurrent],
         cells=equal_work(16, [L]),
         recurrent=[recurrent],
         seed=SEEDS,
@@ -92,11 +94,16 @@ def origin(folder: str, processor: str = '') -> dict[str, str]:
 
 def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     """Return the finished runs in a folder with their `origin`. Only runs of the plan that a table
-    is named after count: their parent folder has its name. Raises UserError if there is none."""
+    is named after count: their parent folder has its name. Raises UserError if there is none, or if
+    one has another number of experts, as after --vary."""
     plan = path.stem.replace('_', '-')
     table = runs([folder]).query('finished and plan == @plan')
     if table.empty:
         raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
+    totals = {run.axes['n_layer'] * run.axes['n_expert'] for run in runs_of_plan(plan)}
+    for run in table[~(table['n_layer'] * table['n_expert']).isin(totals)].itertuples():
+        sizes = f'L = {run.n_layer}, E = {run.n_expert}'
+        raise UserError(f'{run.folder}: {sizes}: is not in the plan {plan}: move it away')
     return table.assign(**DataFrame([origin(x, processor) for x in table['folder']], table.index))
 
 

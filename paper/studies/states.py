@@ -18,8 +18,8 @@ else undecided:
 (b) with recurrence, L = 8 is not above L = 1 by more than 0.05;
 (c) without recurrence, L = 8 is above L = 1 by more than 0.05.
 
-(b) and (c) are undecided, too, if both means exceed 0.97. They are judged after equal bytes and
-after equal seconds; twice the bytes are secondary. So are the LSTM, the largest n such that the
+(b) and (c) are undecided, too, if both means exceed 0.97. The rules are judged after equal bytes
+and after equal seconds; twice the bytes are secondary. So are the LSTM, the largest n such that the
 accuracy is at least 0.95 at every number of moves up to n, and the same models on Z5, whose moves
 commute, after equal bytes: what belongs to S5 is the difference between S5 and Z5, paired by seed.
 
@@ -66,8 +66,10 @@ CEILING = 0.97  # two means above it cannot be told apart
 
 def runs() -> list[Run]:
     """Return the runs of all models at their best rates; none before these are known."""
-    found = []
-    for name, rate, updates in tuned()[['rate', 'updates']].itertuples() if len(tuned()) else ():
+    models, found = tuned(), []
+    if models.empty:
+        return []
+    for name, rate, updates in models[['rate', 'updates']].itertuples():
         budgets = sorted({UPDATES, 2 * UPDATES, int(updates)})
         for task, steps in [*(('S5', n) for n in budgets), ('Z5', UPDATES)]:
             axes = {'seed': SEEDS, 'data_dir': [DATA[task]]}

@@ -48,7 +48,8 @@ def runs_of(name: str, rates: list[float], updates: int, **axes: list) -> list:
     """Return the runs of a model at these rates, with a validation after the last update only."""
     is_recurrent = MODELS[name]['recurrent']
     return grid(
-        *('train_lm.py', f'config/states{"" if is_recurrent else "_nonrecurrent"}.py'),
+        'train_lm.py',
+        f'config/states{"" if is_recurrent else "_nonrecurrent"}.py',
         cells=[MODELS[name]],
         **{'baseline_lr' if name == 'lstm' else 'learning_rate': rates},
         **axes,

@@ -13,8 +13,9 @@ from paper.plans import AGGREGATIONS, Plan, grid
 PLAN = Plan(
     'Study: aggregation',
     grid(
-        *('train_lm.py', 'config/tiny_lm.py'),
-        aggregation=list(AGGREGATIONS),
+        'train_lm.py',
+        'config/tiny_lm.py',
+        aggregation=AGGREGATIONS,
         learning_rate=[0.04, 0.08],  # the best two of four for sqrt_sum (study_lm.py)
         seed=[1, 2, 3, 4],
     ),

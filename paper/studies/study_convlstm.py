@@ -13,7 +13,8 @@ from paper.plans import Plan, equal_work, grid
 PLAN = Plan(
     'Study: depth of ConvLSTM agents',
     grid(
-        *('train_sokoban.py', 'config/convlstm_tiny.py'),
+        'train_sokoban.py',
+        'config/convlstm_tiny.py',
         cells=equal_work(8, [1, 2, 4, 8]),
         recurrent=[True, False],
         seed=[1, 2, 3],

@@ -16,7 +16,8 @@ from paper.studies.study_lm import BYTES
 PLAN = Plan(
     'Study: initial b',
     grid(
-        *('train_lm.py', 'config/tiny_lm.py'),
+        'train_lm.py',
+        'config/tiny_lm.py',
         cells=equal_work(16, [1, 2]),
         init_b=['one', 'sqrt_experts'],
         learning_rate=[0.08, 0.16],  # the best for b = 1 at L = 2 and at L = 1 (study_lm.py)

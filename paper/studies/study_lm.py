@@ -32,7 +32,8 @@ PLAN = Plan(
         for L, best in RATES[recurrent].items()
         for rates, seeds in (([best / 2, best, 2 * best], [1]), ([best], [2, 3, 4]))
         for run in grid(
-            *('train_lm.py', config),
+            'train_lm.py',
+            config,
             cells=equal_work(16, [L]),
             recurrent=[recurrent],
             learning_rate=rates,

@@ -13,7 +13,8 @@ from paper.plans import Plan, equal_work, grid
 PLAN = Plan(
     'Study: agents to probe',
     grid(
-        *('train_sokoban.py', 'config/sokoban_tiny.py'),
+        'train_sokoban.py',
+        'config/sokoban_tiny.py',
         cells=equal_work(4, [1, 4]),
         seed=[1],
         total_steps=4_032_000,

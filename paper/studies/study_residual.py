@@ -13,7 +13,8 @@ from paper.plans import RESIDUALS, Plan, grid
 PLAN = Plan(
     'Study: residual rule',
     grid(
-        *('train_lm.py', 'config/tiny_nonrecurrent.py'),
+        'train_lm.py',
+        'config/tiny_nonrecurrent.py',
         residual=list(RESIDUALS),
         learning_rate=[0.04, 0.08],  # the best two of four for 'expert' (study_lm.py)
         seed=[1, 2, 3, 4],

@@ -13,7 +13,8 @@ from paper.plans import Plan, equal_work, grid
 PLAN = Plan(
     'Study: depth of ConvGLU agents',
     grid(
-        *('train_sokoban.py', 'config/sokoban_tiny.py'),
+        'train_sokoban.py',
+        'config/sokoban_tiny.py',
         cells=equal_work(4, [1, 2, 4]),
         recurrent=[True, False],
         seed=[1, 2, 3],
