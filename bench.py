@@ -16,8 +16,9 @@ train      an update of train_lm.py for T = W = C: the loader, which reads rando
 sokoban    an update of train_sokoban.py on generated levels, with its rollout
 
 The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
-expert each. The modes are `plain` (autograd over the equations, step by step), `eager` (unroll.py,
-decode.py) and `compiled` (with torch.compile and, on a GPU, the Triton overrides that agree). On a
+expert each. The modes are `plain` (a gradient of each weight for each token; decoding by the
+model's forward), `eager` (these are deferred; decode.py) and `compiled` (with torch.compile and, on
+a GPU, the Triton overrides that agree). On a
 GPU there are also `no_attention`, `no_experts` and `no_loss`, which are `compiled` without the
 override of this name, and `no_overrides`; and variants of kernels that no run uses yet: `try_tile`
 (smaller tiles of products that add a residual), `try_stores` (no stores of attention weights that
@@ -26,8 +27,8 @@ a cell take turns, so that changes in the machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.
-The paper's tables are of four H100s (paper/results/paper). Of its tokens/s a quarter is shown. Its
-ms per token, of 16 streams on four GPUs, stand beside 4 streams on one, and beside all 16 on one.
+The paper's tables are of four H100s (paper/results/paper). A quarter of its tokens/s is shown. Its
+ms per token are of 16 streams on four GPUs: they stand beside B = 4 and B = 16 on one.
 Targets are modeled for one H100, not measured (paper/results/modeled). That all modes compute the
 same is tested in tests/.
 """
@@ -42,7 +43,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from configurator import configure
@@ -184,7 +185,8 @@ def read_sizes(name: str, n: int) -> tuple[tuple[int, ...], ...]:
     value = globals()[name]
     groups = (value,) if value and not isinstance(value[0], tuple) else value
     for group in groups:
-        if not (isinstance(group, tuple) and len(group) == n and all(x > 0 for x in group)):
+        are_sizes = isinstance(group, tuple) and [type(x) for x in group] == n * [int]
+        if not are_sizes or min(group) < 1:
             raise UserError(f'{name} = {value!r}: expected groups of {n} positive integers')
     return groups
 
@@ -481,9 +483,9 @@ def show(x: object) -> str:
     return '' if x is None else str(x).replace('|', '/')
 
 
-def table(rows: list[dict], columns: Sequence[str] = COLUMNS) -> str:
-    """Return a table of Markdown of those columns that some row has."""
-    names = [name for name in columns if any(name in row for row in rows)]
+def table(rows: list[dict]) -> str:
+    """Return a table of Markdown of those COLUMNS that some row has."""
+    names = [name for name in COLUMNS if any(name in row for row in rows)]
     titles = [name.replace('_', ' ').replace('target', 'modeled target') for name in names]
     lines = [titles, ['---'] * len(names)]
     lines += [[show(row.get(name)) for name in names] for row in rows]

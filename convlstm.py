@@ -257,7 +257,8 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
 
         l: index of the layer, 0..L-1. h: (B, Y, X, E, D). z, s: what the layer reads, for the
         router; s is None for zero. The router's gates are a_i = softmax_i(q . k_i / sqrt(r)) with
-        q = Wq [z; s] + bq, z and s averaged over the board, and k_i = Wk e_i + bk."""
+        q = Wq [z; s] + bq, z and s averaged over the board, and k_i = Wk e_i: a bias of the keys
+        would change no gate."""
         config = self.config
         if self.s_is_h:
             return h.squeeze(3)

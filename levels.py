@@ -421,7 +421,8 @@ def generate(
         ('seed', seed, 0, math.inf),
     ):
         if not least <= value <= most:
-            raise UserError(f'{name} = {value}: must be at least {least} and at most {most}')
+            limits = f'at least {least}' if most == math.inf else f'between {least} and {most}'
+            raise UserError(f'{name} = {value}: must be {limits}')
     rng = np.random.default_rng(seed)
     is_due = Throttle()
     levels, solutions = [], []

@@ -61,7 +61,7 @@ gif = ''                       # write a game into this file instead of showing 
 export = ''                    # write the agent into this folder, as safetensors and JSON
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 # fmt: on
-RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, math.inf)}
+RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, 60_000)}
 
 # Settings of the levels for a policy, and for an agent that was saved without those of its run.
 EASY = {

@@ -11,9 +11,9 @@ $ python train_sokoban.py --out_dir=out/sokoban_small_L4 --eval_only=True --leve
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=auto
 
-A run writes config.json, log.jsonl, checkpoints and its best model into out_dir (run_folder.py). On
-a CPU a resumed run is bit-equal to one that was never stopped. The levels and random numbers of a
-board do not depend on the number of ranks.
+A run writes config.json, log.jsonl, checkpoints and its best model into out_dir
+(support/run_folder.py). On a CPU a resumed run is bit-equal to one that was never stopped. The
+levels and random numbers of a board do not depend on the number of ranks.
 
 Shapes: B boards of this rank, T steps of an unroll.
 """
@@ -123,7 +123,7 @@ dtype = 'auto'                 # of convolutions: 'float32' (true fp32, no TF32)
                                # 'auto' (bfloat16 where it is fast); encoder and head are fp32, or
                                # TF32 on a GPU unless dtype = 'float32'
 compile = True                 # compile what lies between convolutions, if torch.compile works
-cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs (compiling.py)
+cuda_graphs = True             # on a GPU: run all but communication as CUDA graphs
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -131,7 +131,8 @@ RANGES = {
     **AGENT_RANGES,
     'dtype': ['auto', *AGENT_RANGES['dtype']],
     **dict.fromkeys(('eval_interval', 'log_interval', 'eval_games', 'n_levels'), (1, math.inf)),
-    **dict.fromkeys(('n_envs', 'total_steps', 'unroll'), (1, math.inf)),
+    **dict.fromkeys(('n_envs', 'unroll'), (1, math.inf)),
+    'total_steps': (1, 10**13),  # the time that is left must fit a timedelta
     'resume': [False, True, 'auto'],
     'env': ['torch', 'jumanji'],
     'gamma': (0, 1),
@@ -143,7 +144,8 @@ RANGES = {
 MODEL_SETTINGS = tuple(
     f.name for f in fields(AgentConfig) if f.name in globals() and f.name != 'dtype'
 )
-# Settings that a run with init_from does not adopt if the command line changes one of these.
+# With init_from, a setting on the left is not adopted if one on the right has another value here
+# than in the source.
 DEPENDS_ON = {'radius': ('arch', 'n_expert', 'aggregation'), 'residual': ('arch',)}
 # What a resumed run keeps, besides its training levels, whose file may have moved; the command line
 # may change every other setting.
@@ -348,7 +350,7 @@ def main(config: Settings) -> int:
 
 
 def run(config: Settings, at_end: ExitStack) -> int:
-    """Do the work of main. at_end: calls what must follow the work, or an error."""
+    """Do the work of main. at_end: callbacks that follow the work, also after an error."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     at_end.callback(folder.unlock)
     if init_from and not folder.saved:
@@ -485,9 +487,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
     # resume
     step, best, seconds = 0, -math.inf, 0.0
-    # of the log: episodes (return, solved) after the last line, and the last 1,000; sums of
-    # statistics after the last line; update and seconds of that line
-    ended_since, last_1000, sums, logged_step, logged_seconds = [], [], {}, 0, 0.0
+    ended_since = []  # (return, solved) of the episodes since the last line of the log
+    last_1000 = []  # the same of the last 1,000
+    sums = {}  # of STATS and the gradients' norm since that line
+    logged_step, logged_seconds = 0, 0.0  # of that line
     if saved := folder.saved:
         if saved.get('levels_crc') != levels_crc:
             advice = 'give the same split and levels_dir, or another out_dir'
@@ -581,9 +584,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
             record |= {f'eval_{name}': x for name, x in result.items()}
             print0(f'evaluation: solved {result["solve_rate"]:.1%}, return {result["return"]:.2f}')
             if step == 0:
-                chance = evaluate(RANDOM, eval_levels, device_, seed, time_limit=time_limit)
-                record |= {f'random_{name}': x for name, x in chance.items()}
-                print0(f'a random policy solves {chance["solve_rate"]:.1%}')
+                random_result = evaluate(RANDOM, eval_levels, device_, seed, time_limit=time_limit)
+                record |= {f'random_{name}': x for name, x in random_result.items()}
+                print0(f'a random policy solves {random_result["solve_rate"]:.1%}')
             elif result['return'] > best:
                 best = result['return']
                 score = f'best mean return of an evaluation {best:.2f}'

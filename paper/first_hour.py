@@ -266,8 +266,11 @@ def main() -> int:
         raise UserError('this torch finds no CUDA device: bench.py measures a CPU')
     path = pathlib.Path(out or f'out/gpu_{time.strftime("%Y%m%d_%H%M%S")}.json').absolute()
     folder = path.with_suffix('')
-    if path.exists() or folder.exists():
-        raise UserError(f'out = {out!r}: {path} or {folder} exists: choose another name')
+    if path.suffix != '.json':
+        raise UserError(f'out = {out!r}: names no file of JSON (.json)')
+    for taken in (path, path.with_suffix('.md'), folder):
+        if taken.exists():
+            raise UserError(f'out = {out!r}: {taken} exists: choose another name')
     exit_at_signals()
     write_data(folder / 'data')
     (folder / 'alone').mkdir()  # for steps that are run again

@@ -168,6 +168,5 @@ def read_text(path: str) -> str:
     except UserError:
         raise
     except (ValueError, EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f'{path}: cannot be read as UTF-8: {first_line(error)}: save it so'
-        ) from None
+        advice = 'save it as UTF-8' if isinstance(error, UnicodeError) else 'is it damaged?'
+        raise UserError(f'{path}: cannot be read: {first_line(error)}: {advice}') from None

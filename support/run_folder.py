@@ -388,7 +388,7 @@ class RunFolder:
         if path.name == PREV:
             self.keep = None  # the last checkpoint is damaged
         before = self.saved['config']
-        metadata = self.saved.get('metadata') or self.saved.get('about', {})  # the former name
+        metadata = self.saved.get('metadata', {})
         if not is_export and metadata.get('script') != self.metadata['script']:
             if not set(fixed) <= before.keys():
                 raise UserError(f'{path}: was written by {metadata.get("script")}, another trainer')
@@ -402,16 +402,16 @@ class RunFolder:
         for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
             old = tuple(old) if isinstance(old, list) else old  # from JSON
-            given = config.from_command_line.get(name, old)
-            given = old if given == RESOLVED.get(name) else given
-            if name in fixed and given != old:
+            value = config.from_command_line.get(name, old)
+            value = old if value == RESOLVED.get(name) else value
+            if name in fixed and value != old:
                 advice = 'a resumed run keeps it: leave it out, or give another out_dir'
                 raise UserError(f'{path}: was trained with {name} = {old!r}: {advice}')
-            if given != old:
-                print0(f'{name} = {given!r}  (the run had {old!r})')
-                changes[name] = given
+            if value != old:
+                print0(f'{name} = {value!r}  (the run had {old!r})')
+                changes[name] = value
             with restoring(path):
-                config[name] = convert(given, config.defaults[name])
+                config[name] = convert(value, config.defaults[name])
         self.warn_of_threads()
         self.step = self.saved['step']
         self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
@@ -421,7 +421,9 @@ class RunFolder:
 
     def warn_of_threads(self) -> None:
         """Print a line if a resumed run keeps a number of threads that does not fit here."""
-        threads, cores = self.config['threads'], len(os.sched_getaffinity(0))
+        threads, cores = self.config['threads'], os.cpu_count() or 1
+        if hasattr(os, 'sched_getaffinity'):  # on Linux
+            cores = len(os.sched_getaffinity(0))
         wanted = os.environ.get('OMP_NUM_THREADS', str(threads))
         if self.config.from_command_line.get('threads') or not threads:
             return
@@ -457,9 +459,9 @@ class RunFolder:
             original = best.resolve()
             best.unlink()
             shutil.copytree(original, best)
-        this = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
-        this['changes'] = self.changes
-        starts = [*self.metadata.get('starts', []), this]
+        start = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
+        start['changes'] = self.changes
+        starts = [*self.metadata.get('starts', []), start]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         self.metadata['run_folder'] = os.path.realpath(self.path)
         self.write_config()  # first: without it, other files are not taken for those of a run

@@ -73,8 +73,9 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         named = error.filename is not None and error.strerror is not None
         reason = error.strerror
-        if isinstance(error, FileExistsError) and named and not os.path.exists(error.filename):
-            reason = f'a link to {os.readlink(error.filename)}, which is not there'
+        if isinstance(error, FileExistsError) and named and os.path.islink(error.filename):
+            if not os.path.exists(error.filename):
+                reason = f'a link to {os.readlink(error.filename)}, which is not there'
         status, line = 2, f'error: {f"{error.filename}: {reason}" if named else error}'
         # Writing to standard output fails once more if that was the reason.
         broken = None if named else write_stdout(' ')

@@ -50,8 +50,8 @@ def convert(value: object, default: object) -> object:
 
 
 def problem_of(name: str, value: object, default: object, allowed: object) -> str:
-    """Return what is wrong with a value of the right type, '' if nothing is. allowed: see RANGES
-    in configurator.py; None for a setting that is not there."""
+    """Return what is wrong with a value of the right type, '' if nothing is. allowed: the
+    setting's entry in RANGES (configurator.py), None if it has none."""
     if isinstance(allowed, list):
         if not any(type(x) is type(value) and x == value for x in allowed):  # 1 is not True
             choices = ', '.join(str(x) or "''" for x in allowed)
@@ -62,6 +62,8 @@ def problem_of(name: str, value: object, default: object, allowed: object) -> st
             return f'{name} is empty: name a folder'
         return ''
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if type(x) is not bool]
+    if allowed and not all(type(x) in (int, float) for x in numbers):
+        return f'{name} = {value!r}: expected numbers'
     low, high = allowed or (0, math.inf)
     if not allowed and type(default) in (int, float) and default < 0:
         low = -math.inf

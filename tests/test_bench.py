@@ -222,6 +222,8 @@ REFUSED = [
     ('--tokens_per_update=30', 'must be a multiple of 4 x C = 16'),
     ('--n_embd=7', 'n_embd'),
     ('--shapes=2,0', 'expected groups of 2 positive integers'),
+    ("--shapes=('a',8)", 'expected groups of 2 positive integers'),
+    ('--contexts=64,(128,256)', 'expected numbers'),
 ]
 
 
