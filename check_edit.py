@@ -4,16 +4,18 @@ $ python check_edit.py                # or: make check-edit
 $ python check_edit.py --z_loss=0.01  # settings of the edit, or: make check-edit ARGS=--z_loss=0.01
 $ python check_edit.py --part=recurrent-lm --stage=evaluation  # while you mend it: seconds
 
-Language models and agents, recurrent and non-recurrent, are checked in a process each: those of
-which the edit changes a file since git's HEAD, or all if it changes none. The stages:
+There are four parts, each checked in a process of its own: language models and agents, recurrent
+and non-recurrent. Where all files that differ from git's HEAD belong to language models, or to
+agents, these two parts are checked alone. The stages:
 
 - training: a small random model trains in every mode and dtype. Losses, gradients and state must be
-  those of the `plain` mode in float64, which is autograd over the equations, token by token. `fast`
-  is unroll.py with the head in slices, `compiled` goes through torch.compile, and `recomputed` runs
-  a chunk in segments. An agent runs `eager` or compiled. Gradients must reach every weight that is
-  not frozen, and be the slope of the loss. make_chunk of train_lm.py must train as the model alone
-  would, and a rollout of train_sokoban.py must give the outputs of an unroll. Gradients of
-  a2c_loss must reach every weight, and that of the logits must agree with finite differences.
+  those of the `plain` mode in float64, which computes the gradient of a weight for each token.
+  `fast` defers these and reads the head in slices, `compiled` goes through torch.compile, and
+  `recomputed` runs a chunk in segments. An agent runs `eager` or compiled. Gradients must reach
+  every weight that is not frozen, and be the slope of the loss. make_chunk of train_lm.py must
+  train as the model alone would, and a rollout of train_sokoban.py must give the outputs of an
+  unroll. Gradients of a2c_loss must reach every weight, and that of the logits must agree with
+  finite differences.
 - evaluation: decoding and validation must give the logits and losses of one forward, and the steps
   of an agent those of an unroll.
 - scripts: they train a small model for 12 updates, of which the last six must change every weight,
@@ -210,8 +212,8 @@ def compare(mode: str, what: str, found: dict, expected: dict, precision: Precis
             allowed *= 3
         texts.append(f'{group} {error:.0e}')
         if error > allowed:
-            where = f' in {name}' if name else ''
-            texts[-1] = f'{group} {error:.1e}{where} (rounding explains {allowed:.0e})'
+            suffix = f' in {name}' if name else ''
+            texts[-1] = f'{group} {error:.1e}{suffix} (rounding explains {allowed:.0e})'
             agrees = False
     report(mode, f'{what}, differences: {", ".join(texts)}', agrees)
 
@@ -783,8 +785,9 @@ def use_lm(export: Path, run: Path) -> None:
         settings = settings_of(run)
         model_type = type(train_lm.make_model(vars(train_lm), VOCAB))  # as the trainer has it
         model = model_type.load_trained(export)
-        sizes = settings['val_tokens'], settings['val_streams'], model.config.vocab_size
-        x, y = load_val(find_shards(settings['data_dir'], 'val'), *sizes)
+        shards = find_shards(settings['data_dir'], 'val')
+        V = model.config.vocab_size
+        x, y = load_val(shards, settings['val_tokens'], settings['val_streams'], V)
         loss, _ = model(x, y, model.init_state(len(x)))
         found, logged = loss.cross_entropy, torch.tensor(log_of(run)[-1]['val_loss'])
         losses = {'loss': {'': found}}, {'loss': {'': logged}}
@@ -854,9 +857,9 @@ def settings_of_head(script: str) -> dict:
 
 def choose_archs(trainer: ModuleType, recurrent: bool, edit: list[str]) -> list[str]:
     """Return the architectures that a part checks: that of the edit's settings, or all."""
-    given = [x.partition('=')[2] for x in edit if setting_of(x) == 'arch']
-    if given or trainer is train_sokoban:
-        return given[-1:] or ['convlstm', 'convglu']
+    archs = [x.partition('=')[2] for x in edit if setting_of(x) == 'arch']
+    if archs or trainer is train_sokoban:
+        return archs[-1:] or ['convlstm', 'convglu']
     changed = changed_files(trainer)
     has_lstm = recurrent and (everything or not changed or ROOT / 'lstm.py' in changed)
     return ['experts', 'lstm'] if has_lstm else ['experts']
@@ -916,8 +919,8 @@ def check_part(edit: list[str]) -> int:
 
 
 def join_values(arguments: list[str]) -> list[str]:
-    """Return the arguments with every `--name value` as --name=value. Raises UserError for what is
-    no setting."""
+    """Return the arguments with every `--name value` as --name=value, and every other `--name` as
+    --name=True. Raises UserError for what is no setting."""
     joined = []
     for argument in arguments:
         if argument.startswith('--'):
@@ -926,7 +929,7 @@ def join_values(arguments: list[str]) -> list[str]:
             joined[-1] += f'={argument}'
         else:
             raise UserError(f'command line: {argument!r}: expected --name=value')
-    return joined
+    return [x if '=' in x or x == '--help' else f'{x}=True' for x in joined]
 
 
 def check_settings(edit: list[str], trainers: list[ModuleType]) -> None:
@@ -947,10 +950,10 @@ def check_settings(edit: list[str], trainers: list[ModuleType]) -> None:
 def main() -> int:
     """Check what the edit changes, each part in a process of its own. Return the exit status: 0 =
     all modes agree, 1 = some disagree, 2 = the settings are refused."""
-    own = Script(__file__).defaults
+    options = Script(__file__).defaults
     arguments = join_values(sys.argv[1:])
-    configure(globals(), [x for x in arguments if setting_of(x) in {*own, 'help'}], quiet=True)
-    edit = [x for x in arguments if setting_of(x) not in own]
+    configure(globals(), [x for x in arguments if setting_of(x) in {*options, 'help'}], quiet=True)
+    edit = [x for x in arguments if setting_of(x) not in options]
     trainers = list(SCRIPTS)
     if not part:
         trainers = [x for x in SCRIPTS if everything or changed_files(x)] or trainers
@@ -987,9 +990,9 @@ def main() -> int:
         return 2
     for trainer in filter(changed_files, trainers):
         former = settings_of_head(SCRIPTS[trainer][0])
-        given = {*map(setting_of, edit)}
+        in_edit = {*map(setting_of, edit)}
         for name in Script(trainer.__file__).defaults if former else ():
-            if name not in former and name not in given:
+            if name not in former and name not in in_edit:
                 notes.append(f'{name} is new, but was not given: try another value, --{name}=...')
     for path in sorted(all_changed().difference(*map(files_of, SCRIPTS))):
         name = path.relative_to(ROOT)

@@ -182,9 +182,9 @@ class Settings(dict):
         """Take the settings `names` from `saved`, where it has them and the user has set none, and
         print those that change.
 
-        depends_on: by setting, those (earlier in `names`) without whose value it makes no sense. It
-        is not taken, and a line says so, if the user has set one of these to another value. Raises
-        UserError, which names the `source`, for a value of another type."""
+        depends_on: by setting, those (earlier in `names`) without whose value it makes no sense. If
+        one of these has another value in `saved`, the setting is not taken, and a line says so.
+        Raises UserError, which names the `source`, for a value of another type."""
         saved = {**self.defaults, **saved}
         for name in names:
             value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # of JSON

@@ -70,8 +70,8 @@ def find_moves(name: str) -> tuple[str, str]:
     if len(pair) != 2 or any(sorted(move) != letters for move in pair):
         names = ', '.join(MOVES)
         expected = f"{names}, or two permutations of the first 2 to 8 letters, as in 'dcba,bcda'"
-        given = f'{name!r} = {",".join(pair)}' if name in MOVES else repr(name)
-        raise UserError(f'moves = {given}: expected {expected}')
+        described = f'{name!r} = {",".join(pair)}' if name in MOVES else repr(name)
+        raise UserError(f'moves = {described}: expected {expected}')
     if {*pair} == {''.join(letters)}:
         raise UserError(
             f'moves = {name!r}: there is nothing to track, because no move moves a letter'

@@ -325,7 +325,8 @@ def generate(
     top_p: float = 1.0,
     seed: int | torch.Generator | None = None,
 ) -> Tensor:
-    """Return texts ids (B, T) with n more tokens each, (B, T + n), in the dtype of the model.
+    """Continue texts ids (B, T) by n tokens each, (B, T + n). Products have the dtype of the
+    model's weights.
 
     temperature = 0 is greedy; top_k = 0 and top_p = 1 keep every token; seed: as in Decoder, by
     default torch's generator. A text starts with the tokenizer's end-of-text token. Raises

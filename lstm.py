@@ -69,7 +69,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         return False
 
     def release(self) -> None:
-        """Free nothing: there are no blocks."""
+        """Free nothing: an LSTM's chunks do not run in segments."""
 
     def param_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return the parameters by name of the optimizer's groups in train_lm.py."""

@@ -150,7 +150,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 class Linear:
     """y = x W^T without bias, batched over experts where W is (E, out, in). Autograd computes a
     gradient of W for every call, and sums them, in bf16 under autocast; unroll.DeferredLinear
-    computes one for many calls, in fp32."""
+    computes one for many calls and sums them in fp32."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         """weight: (out, in) or (E, out, in); dtype: of the product."""

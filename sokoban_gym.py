@@ -10,12 +10,11 @@ An episode is terminated when it is solved and, with time_limit, after that many
 value is bootstrapped there: the rule of Jumanji and the paper. It is truncated, as usual in
 Gymnasium, after max_episode_steps, 120 by default; -1: never.
 
-make_vec plays all its boards in one SokobanEnv, more than ten times as fast as SyncVectorEnv, and
-does as that does: reset takes the option `reset_mask`, and make_vec `autoreset_mode`, which says
-when a board starts again whose episode has ended. With 'NextStep', the default, that is the next
-step, whose action it ignores; with 'SameStep' the same step, in whose infos `final_obs` and
-`final_info` are those of the end (Gymnasium's wrappers of observations refuse this mode); with
-'Disabled', by `reset_mask`.
+make_vec plays all its boards in one SokobanEnv, more than ten times as fast as SyncVectorEnv. Its
+reset takes one seed for all boards, and the option `reset_mask`. Its `autoreset_mode` says when a
+board whose episode has ended starts again: 'NextStep', the default: in the next step, whose action
+it ignores; 'SameStep': in the same step, whose infos have `final_obs` and `final_info` (Gymnasium's
+wrappers of observations refuse this mode); 'Disabled': by `reset_mask` alone.
 """
 
 import functools

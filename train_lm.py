@@ -6,10 +6,10 @@ $ torchrun --standalone --nproc_per_node=4 train_lm.py config/small_L2.py  # fou
 $ python train_lm.py --out_dir=out/small_L2 --resume=True                  # after a crash or ctrl-C
 
 A run writes config.json, log.jsonl, checkpoints and its best model into out_dir
-(support/run_folder.py). Line n of the log has the training loss of update n and, where the model is
-validated, the validation loss after it; its `seconds` are those of the n updates alone, without the
-start, the trials, validations and checkpoints. On a CPU a resumed run is bit-equal to one that was
-never stopped."""
+(support/run_folder.py). The line of the log with `step` n has the training loss of update n and,
+where the model is validated, the validation loss after it; its `seconds` are those of the n updates
+alone, without the start, the trials, validations and checkpoints. On a CPU a resumed run is
+bit-equal to one that was never stopped."""
 
 import math
 import signal
@@ -112,8 +112,8 @@ compile = True                 # compile fused functions with torch.compile, if 
 cuda_graphs = True             # on a GPU: replay forward, backward and optimizer as CUDA graphs
 overrides = True               # on a GPU, with compile: use Triton kernels that agree with the
                                # functions that they replace (overrides.py)
-mode = 'fast'                  # 'fast' (unroll.py), or 'plain' (one weight gradient per token,
-                               # for checking)
+mode = 'fast'                  # 'plain', for checking: one weight gradient per token, neither
+                               # compile nor cuda_graphs
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
@@ -135,8 +135,8 @@ MODEL_SETTINGS = (
     *('arch', 'recurrent', 'tokenizer'),
     *(f.name for f in fields(ModelConfig) if f.name not in ('vocab_size', 'mode')),
 )
-# A run with init_from does not adopt a setting on the left if the command line changes one on the
-# right.
+# With init_from, a setting on the left is not adopted if one on the right has another value here
+# than in the source.
 DEPENDS_ON = {
     'recurrent': ('arch',),
     **dict.fromkeys(('share_kv', 'init_b', 'residual'), ('recurrent',)),
@@ -263,7 +263,7 @@ def main(config: Settings) -> int:
 
 
 def run(config: Settings, at_end: ExitStack) -> int:
-    """Do the work of main. at_end: calls what must follow the work, or an error."""
+    """Do the work of main. at_end: callbacks that follow the work, also after an error."""
     folder = RunFolder(config, MODEL_SETTINGS if eval_only else FIXED, __file__)
     at_end.callback(folder.unlock)
     if init_from and not folder.saved:
@@ -329,9 +329,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
     # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
     # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
-    # compilation works. The graph of a validation keeps its memory beside training, and the other
-    # way round. So a new run, which starts with a validation, sizes it first, in an eighth of the
-    # memory; a resumed run keeps its rows of training.
+    # compilation works. The CUDA graphs of validation and training hold memory at the same time. A
+    # new run validates first, and so sizes validation first, in an eighth of the memory; a resumed
+    # run sizes training first, to keep its rows.
     start = time.perf_counter()
     valid = Stream(
         model,

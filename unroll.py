@@ -503,14 +503,20 @@ class Segment:
         return dz, ds, torch.stack([cache.carried_grads() for cache in caches], 1), grads
 
 
-def get_or_make_segment(inputs: tuple, *options: object) -> Segment:
+def get_or_make_segment(
+    inputs: tuple,
+    step: Callable,
+    layers: list[tuple],
+    heads: Heads,
+    config: object,
+    replays: bool,
+) -> Segment:
     """Return the Segment for inputs of these sizes and these options, always the same one."""
-    step, layers, _, config, replays = options
     sizes = tuple((x.shape, x.dtype, x.device) for x in (*inputs, *tensors_of(layers)))
     others = tuple(x for w in layers for x in w if not isinstance(x, Linear | Tensor))
     key = (step, sizes, others, repr(config), replays, enabled_overrides(), fused.enabled)
     if key not in _segments:
-        _segments[key] = Segment(inputs, *options)
+        _segments[key] = Segment(inputs, step, layers, heads, config, replays)
     return _segments[key]
 
 

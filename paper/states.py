@@ -272,7 +272,8 @@ def name_lines(frame: DataFrame) -> Series:
     """Return a name for each run, which runs that differ in their seed and task alone share, if all
     or none have finished: kind, sizes and settings that differ, and the training data and the time
     of updates alone, as means over seeds."""
-    name = frame['kind'].where(frame['model'] != 'LSTM', 'LSTM') + ', ' + name_cells(frame)
+    lstm = 'LSTM the size of recurrent'
+    name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame):
         if setting not in ('data_dir', 'eval_interval'):
             name += f', {setting} = ' + frame[setting].astype(str)

@@ -108,7 +108,9 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args(sys.argv[1:at])
     args.settings = sys.argv[at + 1 :]
     if args.workers < 0 or args.gpus_per_run < 1:
-        raise UserError('--workers and --gpus_per_run must be at least 1')
+        raise UserError(
+            f'--workers={args.workers} --gpus_per_run={args.gpus_per_run}: must be at least 1'
+        )
     return args
 
 
@@ -138,13 +140,13 @@ def select(args: argparse.Namespace) -> list[Run]:
         script, name = str(args.script.absolute()), args.script.stem
         runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:
-        given = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
-        if given is None or given[1] in PER_CALL:
+        match = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
+        if match is None or match[1] in PER_CALL:
             expected = '--vary=NAME=VALUE,VALUE, and --NAME=VALUE after --'
             raise UserError(
                 f'{argument!r}: expected {expected}; --out names the folder of all runs'
             )
-        name, text = given.groups()
+        name, text = match.groups()
         is_axis = argument not in args.settings
         # a comma in parentheses, as in (0.8, 0.95), does not separate values
         values = re.split(r',(?![^(]*\))', text) if is_axis else [text]
@@ -176,8 +178,9 @@ def drawing(plan: str, runs: list[Run], out: Path) -> str:
 
 def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
-    seconds. The state is 'done', 'not started', 'STEP of LAST', or that of a folder with another
-    run: 'has NAME = VALUE, not VALUE', the first setting that differs, or that its trainer does."""
+    seconds. The state is 'done', 'not started' or 'STEP of LAST'; if the folder holds another run,
+    'has NAME = VALUE, not VALUE' (the first setting that differs) or 'has been trained by another
+    SCRIPT'."""
     settings, defaults = full_settings(run), script_of(run.script).defaults
     [(saved, log)] = read_runs([out / run.folder], [run.script])
     # Sizes that the plan leaves open come from the weights in init_from.
@@ -213,8 +216,8 @@ def unfinished(runs: list[Run], out: Path) -> list[Run]:
 
 
 def name_other_code(runs: list[Run], out: Path) -> None:
-    """Print a warning if modules that a trainer imports have changed since runs were trained, which
-    count as done all the same."""
+    """Print a warning if modules that a trainer imports have changed since runs were started.
+    Finished ones count all the same, others resume."""
     today = functools.cache(lambda script: code_record(ROOT / script)['checksum'])
     n = 0
     for run in runs:
@@ -222,7 +225,8 @@ def name_other_code(runs: list[Run], out: Path) -> None:
         found = {start.get('code', {}).get('checksum') for start in starts} - {None}
         n += bool(found - {today(run.script)})
     if n:
-        warn(f'{n} of {len(runs)} runs were trained by other code than that of today, and count')
+        reason = 'started with other code than that of today'
+        warn(f'{n} of {len(runs)} runs were {reason}: finished ones count, others resume')
 
 
 # ---- lists ----

@@ -1,4 +1,5 @@
-"""The code that both trainers share: ranks, the reduction of gradients, and the device."""
+"""Ranks and devices: the process group, the sum of gradients over ranks, the choice of device and
+dtype, and what happens when one of these fails."""
 
 import contextlib
 import ctypes
@@ -129,8 +130,8 @@ def agree(*values: object) -> bool:
 
 def share_settings(config: dict) -> None:
     """Give all ranks the settings of rank 0, except folders and devices, which hosts may name
-    differently. Raises UserError if the ranks have runs of their own: programs that a rank of
-    another program has started cannot be told from its ranks."""
+    differently. Raises UserError if the ranks have runs of their own: a program that a rank starts
+    inherits RANK, and would join as a rank."""
     if dist.is_initialized():
         names = [None] * dist.get_world_size()
         dist.all_gather_object(names, os.path.basename(os.path.normpath(config['out_dir'])))
@@ -139,8 +140,8 @@ def share_settings(config: dict) -> None:
             raise UserError(f'out_dir: the ranks have {", ".join(sorted(set(names)))}: {advice}')
         settings = [dict(config)]
         dist.broadcast_object_list(settings)
-        own = {'init_from', 'device', 'threads'} | {k for k in config if k.endswith('_dir')}
-        config.update({k: x for k, x in settings[0].items() if k not in own})
+        local = {'init_from', 'device', 'threads'} | {k for k in config if k.endswith('_dir')}
+        config.update({k: x for k, x in settings[0].items() if k not in local})
 
 
 def compare_ranks(*values: object) -> None:

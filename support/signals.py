@@ -10,10 +10,8 @@ from support.script import under_torchrun
 
 # Signals that ask a program to stop. A closed terminal sends SIGHUP (not under nohup), and batch
 # systems one of the last three, some minutes before they kill a job.
-STOP_SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
-)
+MUST_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (*MUST_STOP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class Stopper:
@@ -31,7 +29,7 @@ class Stopper:
         self.handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number, handler in self.handlers.items():
             # A library, such as NCCL, may use one of the last three for something else.
-            is_ours = number in STOP_SIGNALS[:3] and handler != signal.SIG_IGN
+            is_ours = number in MUST_STOP and handler != signal.SIG_IGN
             if is_ours or handler == signal.SIG_DFL:
                 signal.signal(number, self.handle)
 
