@@ -81,8 +81,6 @@ AGENT_RANGES = {  # of the fields of AgentConfig, and so of settings of train_so
 
 State = tuple[Tensor, ...]
 
-PROBE = 'probe.safetensors'  # a plan probe (paper/probe.py) in the folder of an exported agent
-
 
 @dataclass
 class AgentConfig:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from convlstm import PROBE, Agent, load_agent
+from convlstm import Agent, load_agent
 from levels import WALL, board_text, plan_image, save_gif, select_levels
 from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
 from support import ranks
@@ -61,6 +61,7 @@ gif = ''                       # write a game into this file instead of showing 
 export = ''                    # write the agent into this folder, as safetensors and JSON
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
 # fmt: on
+PROBE = 'probe.safetensors'  # a plan probe (paper/probe.py) in the folder of an exported agent
 RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, 60_000)}
 
 # Settings of the levels for a policy, and for an agent that was saved without those of its run.

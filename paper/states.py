@@ -34,7 +34,7 @@ copy_task.py, in the project's root: 'cab=cab ddacb=ddacb ...', scored by the nu
 
     def make_text(seed, n_words):
         rng = random.Random(seed)
-        words = (''.join(rng.choices('abcd', k=rng.randint(1, 16))) for _ in range(n_words))
+        words = [''.join(rng.choices('abcd', k=rng.randint(1, 16))) for _ in range(n_words)]
         return ''.join(f'{word}={word} ' for word in words).encode()
 
     def find_answers(text):
