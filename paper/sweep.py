@@ -139,6 +139,7 @@ def select(args: argparse.Namespace) -> list[Run]:
     if args.script:
         script, name = str(args.script.absolute()), args.script.stem
         runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
+    names = set()
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:
         match = re.fullmatch(r'--(\w+)=(.*)', argument, re.DOTALL)
         if match is None or match[1] in PER_CALL:
@@ -147,6 +148,9 @@ def select(args: argparse.Namespace) -> list[Run]:
                 f'{argument!r}: expected {expected}; --out names the folder of all runs'
             )
         name, text = match.groups()
+        if name in names:  # the last one would replace the others
+            raise UserError(f'{name} is given twice: give all values in one --vary={name}=...')
+        names.add(name)
         is_axis = argument not in args.settings
         # a comma in parentheses, as in (0.8, 0.95), does not separate values
         values = re.split(r',(?![^(]*\))', text) if is_axis else [text]

@@ -189,6 +189,7 @@ def test_a_slurm_job_has_the_unfinished_runs_and_quotes_folders(main, fake):
         ('lm-small --only=n_layer==3', "--only='n_layer==3': .*no run fulfills it"),
         ('lm-small --only=', "--only='': .*"),
         ('lm-small --vary=weight_decay', 'expected --vary=NAME=VALUE,VALUE'),
+        ('lm-small --vary=seed=1 --vary=seed=2', 'seed is given twice: .*one --vary=seed='),
         ('lm-small --run -- --nonsense=1', "unknown setting 'nonsense'"),
         ('lm-small --run -- --out_dir=x', "'--out_dir=x': .*--out names"),
         ('lm-small --out=', 'argument --out: is empty'),
