@@ -18,12 +18,12 @@ sokoban    an update of train_sokoban.py on generated levels, with its rollout
 The models are recurrent (L, E), and `transformer`, the non-recurrent model of L * E layers with one
 expert each. The modes are `plain` (a gradient of each weight for each token; decoding by the
 model's forward), `eager` (these are deferred; decode.py) and `compiled` (with torch.compile and, on
-a GPU, the Triton overrides that agree). On a
-GPU there are also `no_attention`, `no_experts` and `no_loss`, which are `compiled` without the
-override of this name, and `no_overrides`; and variants of kernels that no run uses yet: `try_tile`
-(smaller tiles of products that add a residual), `try_stores` (no stores of attention weights that
-nothing reads) and `try_split` (windows split over programs, below 8 streams). On a CPU the modes of
-a cell take turns, so that changes in the machine's speed affect all.
+a GPU, the Triton overrides that agree). On a GPU there are also `no_attention`, `no_experts` and
+`no_loss`, which are `compiled` without the override of this name, and `no_overrides`; and variants
+of kernels that no run uses yet: `try_tile` (smaller tiles of products that add a residual),
+`try_stores` (no stores of attention weights that nothing reads) and `try_split` (windows split over
+programs, below 8 streams). On a CPU the modes of a cell take turns, so that changes in the
+machine's speed affect all.
 
 The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
 The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.

@@ -5,8 +5,8 @@ $ python check_edit.py --z_loss=0.01  # settings of the edit, or: make check-edi
 $ python check_edit.py --part=recurrent-lm --stage=evaluation  # while you mend it: seconds
 
 There are four parts, each checked in a process of its own: language models and agents, recurrent
-and non-recurrent. Where all files that differ from git's HEAD belong to language models, or to
-agents, these two parts are checked alone. The stages:
+and non-recurrent. If the files that differ from git's HEAD are all of language models, or all of
+agents, only those two parts are checked. The stages:
 
 - training: a small random model trains in every mode and dtype. Losses, gradients and state must be
   those of the `plain` mode in float64, which computes the gradient of a weight for each token.
@@ -119,7 +119,10 @@ SMALL = {
 }
 SLICES = model_file.LOGITS_PER_SLICE  # by device
 VOCAB = 11  # of the language models that run in all modes
-TILE, KEPT, SLICE = unroll.TILE, unroll.MAX_KEPT_BYTES, SLICES['cpu']  # of the scripts
+# What the scripts use, because training in all modes sets other values:
+TILE = unroll.TILE
+KEPT = unroll.MAX_KEPT_BYTES
+SLICE = SLICES['cpu']
 MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES, SLICES['cpu']
     'plain': ('plain', False, KEPT, SLICE),
     'fast': ('fast', False, KEPT, 100),  # a loss in five slices, the last of which is shorter

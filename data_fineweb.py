@@ -29,9 +29,9 @@ says what they were prepared from. A last shard of less than 1% of `shard_tokens
 
 The validation shard is the start of the text. A data set is not shuffled. Local text is shuffled
 if --shuffle_seed is set. The start of local text of fewer than 20 documents would be no fair
-sample: such text is cut into blocks, of about 10,000 characters or, where two of these would not
-validate, fewer. Some at regular distances validate, and the others follow in order. A warning says
-how many documents of the validation shard are also in the training shards.
+sample: such text is cut into blocks of about 10,000 characters, or of fewer, so that two or more
+blocks validate. These lie at regular distances, and the others follow in order. A warning says how
+many documents of the validation shard are also in the training shards.
 
 After an interruption, run the same command again: finished shards stay, and the result has the
 same bytes as without the interruption.

@@ -32,10 +32,10 @@ copy_task.py, in the project's root: 'cab=cab ddacb=ddacb ...', scored by the nu
     from paper.states import Answer, main
     from support.script import run_script
 
-    def make_text(seed, n_words):
+    def make_text(seed, n):
         rng = random.Random(seed)
-        words = [''.join(rng.choices('abcd', k=rng.randint(1, 16))) for _ in range(n_words)]
-        return ''.join(f'{word}={word} ' for word in words).encode()
+        inputs = [''.join(rng.choices('abcd', k=rng.randint(1, 16))) for _ in range(n)]
+        return ''.join(f'{x}={x} ' for x in inputs).encode()
 
     def find_answers(text):
         for match in re.finditer(rb'(?<= )([a-d]+)=([a-d]+) ', text):
