@@ -57,7 +57,7 @@ CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
     'command code commit torch device_name world rows starts run_folder wandb_id wandb_folder '
-    'triton_overrides'
+    'triton_overrides data_checksum'
 ).split()
 AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
 # Names in the order of the paper's figures; any others follow by alphabet.
@@ -492,9 +492,10 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise UserError(f'--levels: {model} is no agent: leave it out by --only')
-        for plan, n in part.groupby('plan')['code'].nunique().items():
-            if n > 1:
-                print(f'{plan}: {n} versions of the code have trained these runs, see runs.csv')
+        for column, noun in (('code', 'versions of the code'), ('data_checksum', 'texts')):
+            counts = part.groupby('plan')[column].nunique() if column in part else Series()
+            for plan, n in counts[counts > 1].items():
+                print(f'{plan}: {n} {noun} have trained these runs, see runs.csv')
         is_judged = part[value_of(part)].notna()
         for folder in part['folder'][~is_judged]:
             print(f'left out: {folder}: its last {value_of(part)} is not a number')

@@ -58,6 +58,7 @@ from paper.plans import (
     vary,
 )
 from support.code import code_record, script_checksum
+from support.loader import data_checksum
 from support.ranks import Throttle
 from support.run_folder import PER_CALL, settings_of
 from support.signals import STOP_SIGNALS, Stopper
@@ -180,11 +181,14 @@ def drawing(plan: str, runs: list[Run], out: Path) -> str:
     return f'PYTHONPATH={shlex.quote(root)} {command}' if prefix and is_module else command
 
 
+checksum_today = functools.cache(data_checksum)  # of a folder's shards
+
+
 def progress(run: Run, out: Path) -> tuple[str, float, float]:
     """Return the state of a run by its folder, the part of its updates that is done, and their
     seconds. The state is 'done', 'not started' or 'STEP of LAST'; if the folder holds another run,
-    'has NAME = VALUE, not VALUE' (the first setting that differs) or 'has been trained by another
-    SCRIPT'."""
+    'has NAME = VALUE, not VALUE' (the first setting that differs), 'has been trained by another
+    SCRIPT' or 'has been trained on other shards ...'."""
     settings, defaults = full_settings(run), script_of(run.script).defaults
     [(saved, log)] = read_runs([out / run.folder], [run.script])
     # Sizes that the plan leaves open come from the weights in init_from.
@@ -201,6 +205,10 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     starts = [start['code'] for start in saved.get('starts', []) if 'code' in start]
     if any(code['script_checksum'] != script_checksum(ROOT / run.script) for code in starts):
         return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
+    if trained_on := saved.get('data_checksum'):
+        folder = settings['data_dir']
+        if checksum_today(folder, settings['tokenizer']) not in (None, trained_on):
+            return f'has been trained on other shards than those in {folder}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
     if saved.get('finished'):
@@ -403,6 +411,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
 def main() -> int:
     """List or run a plan, and return the exit status."""
     args = parse()
+    checksum_today.cache_clear()  # in a notebook, since the last call
     if not args.plan:
         list_plans(args.out)
         return 0

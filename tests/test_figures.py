@@ -355,13 +355,14 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     plan = tmp_path / 'a[1],$x_{|$'
     for E, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
         settings = {'n_layer': 4 // E, 'n_expert': E, 'recurrent': recurrent, 'seed': seed}
-        settings['code'] = {'checksum': str(E)}
+        settings |= {'code': {'checksum': str(E)}, 'data_checksum': seed}
         write_lm(plan / f'{E}{recurrent}{seed}', 9.0, 8.0, 7.0, 6.0, E + seed, **settings)
     write_lm(plan / 'unfinished', 0.0, finished=False)
     main(monkeypatch, *plan.iterdir())
     printed = capsys.readouterr().out
     assert '8 of 9 runs have finished' in printed
     assert f'{plan.name}: 2 versions of the code have trained these runs' in printed
+    assert f'{plan.name}: 2 texts have trained these runs' in printed
     for name in ('allocations', 'saturation', 'learning'):
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8

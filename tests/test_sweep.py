@@ -21,6 +21,7 @@ from small_runs import AGENT, LM, assert_refused
 from paper import figures, plans, sweep
 from paper.plans import Plan, grid
 from support.code import script_checksum
+from support.loader import data_checksum, write_meta, write_shard
 from support.run_folder import is_finished, log_of, settings_of
 
 FAKE = '''
@@ -273,6 +274,25 @@ def test_a_folder_of_another_run_is_not_taken_for_a_result(main, fake):
     (folder / 'config.json').write_text(json.dumps(saved))
     fake(n_layer=[1], max_iters=4, seed=2)
     assert_refused(f'{folder} has seed = 1, not 2', main, 'fake', '--run')
+
+
+def test_a_finished_run_counts_until_its_shards_are_replaced(main, fake):
+    """Once they are deleted it counts, too."""
+    (folder,) = fake(n_layer=[1])
+    main('fake', '--run')
+    Path('data').mkdir()
+    shards = [Path('data/text_val_0.bin'), Path('data/text_train_1.bin')]
+    for shard in shards:
+        write_shard(shard, [1, 2, 3])
+    write_meta('data', {'tokenizer': 'bytes', 'source': 'test', 'shards': []})
+    record = {**settings_of(folder), 'data_checksum': data_checksum('data', 'bytes')}
+    (folder / 'config.json').write_text(json.dumps(record))
+    assert main('fake', '--run')[1].startswith('1 of 1 runs are done')
+    write_shard(shards[1], [1, 2, 4])
+    message = f'{folder} has been trained on other shards than those in data: move it away'
+    assert_refused(message, main, 'fake', '--run')
+    shards[1].unlink()
+    assert main('fake', '--run')[1].startswith('1 of 1 runs are done')
 
 
 def test_a_run_that_took_sizes_from_trained_weights_is_done(main, fake):
