@@ -330,7 +330,12 @@ def generate(
 
     temperature = 0 is greedy; top_k = 0 and top_p = 1 keep every token; seed: as in Decoder, by
     default torch's generator. A text starts with the tokenizer's end-of-text token. Raises
-    ValueError if a text is empty or n is negative."""
+    ValueError if a text is empty or n is negative.
+
+        model = LanguageModel.from_pretrained('pretrained/lm')
+        ids = torch.tensor([[255, *b'Fellow citizens']])  # of bytes; 255 starts a document
+        print(bytes(generate(model, ids, 200, temperature=0.8)[0, 1:].tolist()))
+    """
     if ids.dim() != 2 or ids.size(1) == 0 or n < 0:
         expected = 'expected texts (B, T) with T of at least 1, and n of at least 0'
         raise ValueError(f'ids of shape {tuple(ids.shape)}, n = {n}: {expected}')
