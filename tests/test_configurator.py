@@ -167,6 +167,11 @@ def test_changed_settings_are_printed(capsys, configure_toy):
     assert capsys.readouterr().out == 'n_layer = 3  (default 2)\n'
 
 
+def test_an_empty_text_is_printed_although_it_is_the_default(capsys, configure_toy):
+    configure_toy('--name=')
+    assert capsys.readouterr().out == "name = ''  (default '')\n"
+
+
 def test_help_lists_sections_settings_and_comments_in_order(capsys, configure_toy):
     with pytest.raises(SystemExit):
         configure_toy('--n_layer=3', '--help')
