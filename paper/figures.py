@@ -43,7 +43,7 @@ from convlstm import load_agent
 from levels import load_levels
 from model import RESIDUALS
 from paper.plans import AGGREGATIONS, find_runs, read_runs
-from paper.sweep import DATA, NEUTRAL, Parser, matching, path
+from paper.sweep import DATA, NEUTRAL, Parser, changed_settings, matching, path
 from sokoban import evaluate
 from support.files import write_text
 from support.plots import Figure, chart, save_figure
@@ -57,7 +57,7 @@ CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
     'command code commit torch device_name world rows starts run_folder wandb_id wandb_folder '
-    'triton_overrides data_checksum'
+    'triton_overrides data_checksum changed'
 ).split()
 AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
 # Names in the order of the paper's figures; any others follow by alphabet.
@@ -112,6 +112,7 @@ def runs(folders: Folders) -> DataFrame:
             'commit': settings.get('code', {}).get('commit'),
             **{k: x if isinstance(x, Number | None) else text_of(x) for k, x in settings.items()},
             'code': versions_of(settings),
+            'changed': ', '.join(changed_settings(settings)),
         }
         log, last = DataFrame(records), {}
         for record in records:  # of an evaluation, of an update, or of both
@@ -296,8 +297,9 @@ def scores_of(frame: DataFrame) -> DataFrame:
 
 
 def unit_of(frame: DataFrame) -> str:
-    """Return the unit of text of these runs."""
-    return 'byte' if 'tokenizer' in frame and (frame['tokenizer'] == 'bytes').any() else 'token'
+    """Return the unit of text of these runs: byte, token or both."""
+    is_bytes = frame['tokenizer'] == 'bytes' if 'tokenizer' in frame else Series([False])
+    return 'byte' if is_bytes.all() else 'byte or token' if is_bytes.any() else 'token'
 
 
 def label_of(frame: DataFrame) -> str:
@@ -333,9 +335,13 @@ def by_kind(points: DataFrame) -> DataFrame:
 
 
 def by_size(x: str, line: str, bars: str, frame: DataFrame) -> Figure:
-    """Draw the value by one size, with a line for each value of another one."""
+    """Draw the value by one size, with a line for each value of another one, and of the third one,
+    too, if it does not follow from these two."""
     points = with_published(cells(frame), 'sokoban_returns')
-    points = with_lines(points, name_cells(points, [line]))
+    names = [line]
+    if points.duplicated(['plan', 'kind', 'source', x, line]).any():
+        names = [name for name in SYMBOLS if name != x]
+    points = with_lines(points, name_cells(points, names))
     points = by_kind(points.assign(panel=points['plan'] + ', ' + points['kind']))
     labels = {'n_layer': 'layers L', 'n_expert': 'experts E per layer'}[x], label_of(frame)
     return chart(points, x, value_of(frame), labels, title_of(points), bars)
@@ -391,7 +397,7 @@ def learning(frame: DataFrame) -> Figure:
     shown = frame.merge(best[CELL])
     data = curves(shown['folder'])[['folder', x, y]].dropna().merge(shown[['folder', *CELL]])
     if y == 'val_loss':
-        data = data[data[x] >= data[x].max() / 4]
+        data = data[data[x] >= data.groupby('plan')[x].transform('max') / 4]
     data[x] /= 1e6
     points = by_kind(summarize(data, [*CELL, x], y))
     points['panel'] = [
@@ -470,6 +476,17 @@ def is_tuned(frame: DataFrame, figure: str | None) -> bool:
     return 'learning_rate' in settings and not is_axis
 
 
+def print_other_differences(frame: DataFrame) -> None:
+    """Print the settings in which runs of different sizes of a plan and kind differ, although runs
+    of equal size agree: what is drawn over the size may be their effect."""
+    for (plan, kind), part in frame.groupby(['plan', 'kind'], sort=False):
+        settings = part.filter(regex='^(?!last_|best_)').columns
+        known = [*CELL, *NO_SETTINGS, *NEUTRAL, *DATA, *varied(part)]
+        counts = part[settings.difference(known, sort=False)].nunique(dropna=False)
+        if names := [*counts.index[counts > 1]]:
+            print(f'{plan}, {kind}: runs of different sizes also differ in {", ".join(names)}')
+
+
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser('python -m paper.figures', None, __doc__, formatter_class=form)
@@ -496,6 +513,8 @@ def main() -> None:
             counts = part.groupby('plan')[column].nunique() if column in part else Series()
             for plan, n in counts[counts > 1].items():
                 print(f'{plan}: {n} {noun} have trained these runs, see runs.csv')
+        for run in part[part['changed'] != ''].itertuples():
+            print(f'{run.folder} has not had its {run.changed} from the start')
         is_judged = part[value_of(part)].notna()
         for folder in part['folder'][~is_judged]:
             print(f'left out: {folder}: its last {value_of(part)} is not a number')
@@ -504,6 +523,7 @@ def main() -> None:
             for _, one in part[is_judged].groupby('plan', sort=False)
         )
         part = pandas.concat(tuned, ignore_index=True)
+        print_other_differences(part)
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
         plans = [(plan, one) for plan, one in part.groupby('plan') if not varied(one)]

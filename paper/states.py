@@ -83,7 +83,7 @@ from model import LanguageModel, State
 from paper.figures import name_cells, runs, save_table, summarize, varied
 from paper.sweep import Parser, matching, path
 from support.files import write_text
-from support.loader import read_meta
+from support.loader import data_checksum, read_meta
 from support.plots import Figure, chart, save_figure
 from support.ranks import pick_device
 from support.stream import SCORE_CHUNK
@@ -225,15 +225,20 @@ def score_on(
     run: dict, streams: list[bytes], find: Callable, which: str = 'best', **options
 ) -> DataFrame:
     """Return the accuracies of a run, a row of figures.runs, on streams of its task, which has the
-    name of the folder of the data. find, options: those of `accuracy`. Raises UserError."""
+    name of the folder of the data; `step` is the model's. Print a line if that is not the last one
+    of the run. find, options: those of `accuracy`. Raises UserError."""
     folder, erase = run['folder'], options.get('erase')
     if run.get('tokenizer') != 'bytes':
         raise UserError(f'{folder}: no model of bytes: leave it out by --only')
     if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
         raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
-    table = accuracy(load_model(folder, which, pick_device('auto')), streams, find, **options)
+    model = load_model(folder, which, pick_device('auto'))
+    step = model.metadata.get('step')
+    if step != run['step']:
+        print(f'{folder}: its {which} model is that of update {step}, not {run["step"]}')
+    table = accuracy(model, streams, find, **options).assign(folder=folder, step=step)
     task = os.path.basename(os.path.abspath(run['data_dir']))
-    return table.assign(folder=folder, task=task, panel=task, floor=math.nan, beyond=False)
+    return table.assign(task=task, panel=task, floor=math.nan, beyond=False)
 
 
 def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame:
@@ -247,6 +252,10 @@ def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame
             'prepare it again, leave the run out by --only, or, for a task of your own, see --help'
         )
         raise UserError(f'{run["folder"]}: {reason}: {advice}')
+    trained_on, found = run.get('data_checksum'), data_checksum(data_dir, 'bytes')
+    if pandas.notna(trained_on) and found not in (None, trained_on):
+        reason = f'was trained on another text than that in {data_dir}'
+        raise UserError(f'{run["folder"]}: {reason}: leave the run out by --only')
     pair, most = tuple(meta['moves']), meta['most_moves']
     table = score_on(run, test_text(pair, most, n_chains), find_answers, which, **options)
     names = [name for name, known in MOVES.items() if known == pair]
@@ -269,9 +278,9 @@ def tracked(accuracies: Series) -> int:
 
 
 def name_lines(frame: DataFrame) -> Series:
-    """Return a name for each run, which runs that differ in their seed and task alone share, if all
-    or none have finished: kind, sizes and settings that differ, and the training data and the time
-    of updates alone, as means over seeds."""
+    """Return a name for each run, which finished runs that differ in their seed and text alone
+    share: kind, sizes and settings that differ, and the training data and the time of updates
+    alone, as means over seeds. An unfinished run has its `scored_step` in place of these."""
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame):
@@ -279,10 +288,13 @@ def name_lines(frame: DataFrame) -> Series:
             name += f', {setting} = ' + frame[setting].astype(str)
     if frame['plan'].nunique() > 1:
         name = frame['plan'] + ': ' + name
-    name += frame['finished'].map({True: '', False: ', not finished'})
-    cost = frame.groupby(name)[['last_tokens', 'seconds']].transform('mean')
+    finished = frame['finished'].astype(bool)
+    cost = frame[finished].groupby(name[finished])[['last_tokens', 'seconds']].transform('mean')
     size = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
-    return name + size + cost['seconds'].map(' in {:.0f} s'.format)
+    size += cost['seconds'].map(' in {:.0f} s'.format)
+    return name + size.reindex(frame.index).fillna(
+        frame['scored_step'].map(', not finished, its model of update {}'.format)
+    )
 
 
 def tabulate(scores: DataFrame) -> DataFrame:
@@ -370,10 +382,16 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
             parts.append(score(run, args.chains, **options))
         else:
             parts.append(score_on(run, streams, find, **options))
-    frame = frame.assign(line=name_lines(frame))
-    about = 'folder model plan kind n_layer n_expert n_embd seed line step seconds'.split()
+    found = pandas.concat(parts)
+    of_run = found.drop_duplicates('folder').set_index('folder')[['task', 'step']]
+    frame = frame.assign(scored_step=frame['folder'].map(of_run['step']))
+    frame['line'] = name_lines(frame)
+    texts = frame['data_dir'].map(os.path.realpath).groupby(frame['folder'].map(of_run['task']))
+    if (texts.nunique() > 1).any():  # of one task
+        frame['line'] += ', data_dir = ' + frame['data_dir']
+    about = 'folder model plan kind n_layer n_expert n_embd seed line seconds'.split()
     about += ['device_name', 'commit']
-    scores = frame[about].merge(pandas.concat(parts), on='folder')
+    scores = frame[about].merge(found, on='folder')
     out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
     out.mkdir(parents=True, exist_ok=True)
     name = f'states_without_{args.erase}_{args.moves_before}' if args.erase else 'states'

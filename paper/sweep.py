@@ -207,7 +207,7 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
         return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
     if trained_on := saved.get('data_checksum'):
         folder = settings['data_dir']
-        if checksum_today(folder, settings['tokenizer']) not in (None, trained_on):
+        if checksum_today(folder, saved['tokenizer']) not in (None, trained_on):
             return f'has been trained on other shards than those in {folder}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
@@ -223,17 +223,29 @@ def unfinished(runs: list[Run], out: Path) -> list[Run]:
     for run, state in zip(runs, states, strict=True):
         if state.startswith('has '):
             raise UserError(f'{out / run.folder} {state}: move it away, or choose another --out')
-    name_other_code(runs, out)
+    name_changed(runs, out)
     return [run for run, state in zip(runs, states, strict=True) if state != 'done']
 
 
-def name_other_code(runs: list[Run], out: Path) -> None:
-    """Print a warning if modules that a trainer imports have changed since runs were started.
-    Finished ones count all the same, others resume."""
+def changed_settings(saved: dict) -> list[str]:
+    """Return the settings that change results and that a run, by its config.json, had changed when
+    it resumed."""
+    changes = [name for start in saved.get('starts', []) for name in start.get('changes', {})]
+    kept = (*NEUTRAL, *PER_CALL, *DATA, 'eval_interval', 'log_interval')
+    return [name for name in dict.fromkeys(changes) if name not in kept]
+
+
+def name_changed(runs: list[Run], out: Path) -> None:
+    """Print a warning for each run that changed settings when it resumed, and one if modules that a
+    trainer imports have changed since runs were started. Finished ones count all the same, others
+    resume."""
     today = functools.cache(lambda script: code_record(ROOT / script)['checksum'])
     n = 0
     for run in runs:
-        starts = settings_of(out / run.folder).get('starts', [])
+        saved = settings_of(out / run.folder)
+        if changed := changed_settings(saved):
+            warn(f'{out / run.folder} has not had its {", ".join(changed)} from the start')
+        starts = saved.get('starts', [])
         found = {start.get('code', {}).get('checksum') for start in starts} - {None}
         n += bool(found - {today(run.script)})
     if n:
@@ -259,16 +271,18 @@ def list_runs(runs: list[Run], args: argparse.Namespace) -> None:
     form = '{:>3}  {:15} {:>8} {:>8} {:>8}  {}'
     print(form.format('run', 'state', 'layers', 'layers/W', 'training', 'command'))
     for i, run in enumerate(runs):
-        layers, training = cost(run)
-        ratio = f'{layers / run.W:.2f}' if run.W else ''
+        numbers = [*map('{:.2e}'.format, cost(run))]
+        numbers.insert(1, f'{cost(run).layers / run.W:.2f}' if run.W else '')
+        if full_settings(run).get('init_from'):
+            numbers = ['', '', '']  # the sizes are those of the weights
         line = shlex.join(['python', *command_of(run, args)[1:]])
         if (ROOT / run.script).parent != ROOT:  # Python would not find this project's modules
             line = f'PYTHONPATH={shlex.quote(os.path.relpath(ROOT))} {line}'
         state = progress(run, args.out)[0]
-        print(form.format(i, state, f'{layers:.2e}', ratio, f'{training:.2e}', line))
+        print(form.format(i, state, *numbers, line))
     print('layers: forward FLOPs per token, of agents multiply-adds per step; training: FLOPs')
     print(f'figures and tables: {drawing(args.plan, runs, args.out)}')
-    name_other_code(runs, args.out)
+    name_changed(runs, args.out)
 
 
 def print_slurm(runs: list[Run], args: argparse.Namespace) -> None:

@@ -317,6 +317,35 @@ def test_plans_stand_in_the_order_given_and_recurrent_ones_first(tmp_path):
     assert figure.axes[0].get_xlabel() == 'tokens (millions)'
 
 
+def test_plans_of_different_length_have_learning_curves_of_their_own(tmp_path):
+    """In nats per byte or token, if they have different tokenizers."""
+    write_lm(tmp_path / 'short' / 'a', 9.0, 8.0, 7.0, tokenizer='bytes')
+    write_lm(tmp_path / 'long' / 'a', *range(20, 0, -1), tokenizer='gpt2')
+    figure = figures.learning(runs([tmp_path / 'short', tmp_path / 'long']))
+    assert [axes.get_title().partition(',')[0] for axes in figure.axes] == ['short', 'long']
+    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 15]
+    assert figure.axes[0].get_ylabel() == 'validation loss (nats per byte or token)'
+
+
+def test_widths_have_lines_of_their_own():
+    sizes = itertools.product((1, 2), (1, 2, 4), (64, 128))
+    n_layer, n_expert, n_embd = zip(*sizes, strict=True)
+    frame = frame_of(n_layer=n_layer, n_expert=n_expert, n_embd=n_embd, seed=1, loss=range(12))
+    lines = bars_of(figures.FIGURES['scaling'](frame))
+    assert [*lines] == [f'L = {L}, d = {d}' for L in (1, 2) for d in (64, 128)]
+    assert [y for y, _ in lines['L = 2, d = 128']] == [7, 9, 11]
+
+
+def test_settings_that_go_with_the_size_or_changed_midway_are_named(tmp_path, monkeypatch, capsys):
+    start = {'changes': {'max_iters': 3, 'eval_interval': 1, 'threads': 2}}
+    write_lm(tmp_path / 'a', 3.0, n_layer=1, seed=1, dtype='bfloat16', starts=[{}, start])
+    write_lm(tmp_path / 'b', 3.0, n_layer=2, seed=1, dtype='float32')
+    main(monkeypatch, tmp_path)
+    printed = capsys.readouterr().out
+    assert f'{tmp_path / "a"} has not had its max_iters from the start\n' in printed
+    assert ', recurrent: runs of different sizes also differ in dtype\n' in printed
+
+
 def test_a_long_line_has_a_band_of_errors():
     points = [
         {'panel': '', 'line': f'L = {L}', 'x': x, 'y': L * x, 'std': 1.0}

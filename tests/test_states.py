@@ -1,6 +1,7 @@
 """Test state tracking: the text of data_states.py, and the scores of paper/states.py."""
 
 import itertools
+import json
 import math
 import random
 import re
@@ -34,7 +35,7 @@ from paper.plans import full_settings
 from paper.states import accuracy
 from paper.studies import states as study
 from paper.studies import states_rates
-from support.loader import find_shards, read_shard
+from support.loader import data_checksum, find_shards, read_shard
 
 DEFAULTS = Script(data_states.__file__).defaults | {'train_tokens': 100_000, 'val_tokens': 70_000}
 CHAIN = re.compile('([xr]+)=([a-h]+) ')
@@ -327,10 +328,36 @@ def test_runs_are_scored_tabulated_and_drawn(trained_states, tmp_path, monkeypat
 
 def test_seeds_that_have_not_finished_are_kept_apart(trained_states):
     frame = runs(trained_states / 'states')
+    frame['scored_step'] = 0
     assert states.name_lines(frame).nunique() == 3
     frame.loc[frame['seed'] == 2, 'finished'] = False
     names = states.name_lines(frame)
-    assert names.nunique() == 4 and names.str.contains(', not finished, trained on').sum() == 1
+    is_unfinished = names.str.endswith(', not finished, its model of update 0')
+    assert names.nunique() == 4 and (is_unfinished == ~frame['finished']).all()
+
+
+def test_a_run_has_the_step_of_its_model_and_a_line_for_its_text(
+    trained_states, tmp_path, monkeypatch, capsys
+):
+    """The best model of the copy is that of an earlier update, and its text another one."""
+    prepare(tmp_path / 'data', most_moves=4, seed=2)
+    run = tmp_path / 'run'
+    shutil.copytree(trained_states / 'states/recurrent', run)
+    record = json.loads((run / 'config.json').read_text())
+    checksum = data_checksum(tmp_path / 'data', 'bytes')
+    record |= {'data_dir': str(tmp_path / 'data'), 'data_checksum': checksum}
+    (run / 'config.json').write_text(json.dumps(record))
+    best = json.loads((run / 'best/config.json').read_text())
+    (run / 'best/config.json').write_text(json.dumps(best | {'step': 1}))
+    original = trained_states / 'states/recurrent'
+    score(monkeypatch, original, run, '--chains=100', f'--out={tmp_path}')
+    assert f'{run}: its best model is that of update 1, not 2' in capsys.readouterr().out
+    table = pandas.read_csv(tmp_path / 'states.csv')
+    assert table.groupby('folder')['step'].first().to_dict() == {str(original): 2, str(run): 1}
+    assert table['line'].nunique() == 2 and table['line'].str.contains(', data_dir = ').all()
+    (run / 'config.json').write_text(json.dumps(record | {'data_checksum': checksum + 1}))
+    message = f'{run}: was trained on another text than that in {tmp_path}'
+    assert_refused(message, score, monkeypatch, run, '--chains=100')
 
 
 def test_scores_of_an_erased_state_have_files_of_their_own(trained_states, tmp_path, monkeypatch):

@@ -99,11 +99,13 @@ def report(path: Path = TABLE) -> None:
     the updates in equal time."""
     if not path.exists():
         raise UserError(f'{path}: no run has finished yet')
-    table = pandas.read_csv(path)
-    losses = table[table['step'] == UPDATES].pivot_table('loss', 'name', 'rate')
-    print(losses.round(4).to_string())
-    if len(best := tuned(path)):
+    table, best = pandas.read_csv(path), tuned(path)
+    table = table[(table['seed'] == 1) & (table['step'] == UPDATES)]
+    if len(best):  # of one kind of processor
+        table = table[table['processor'] == best['processor'].iloc[0]]
         print(best.to_string())
+    losses = table.pivot_table('loss', 'name', 'rate')
+    print(losses.round(4).to_string())
     for name, row in losses.iterrows():
         rates = row.dropna().index
         if row.idxmin() in (rates.min(), rates.max()):
