@@ -715,6 +715,7 @@ def check_scripts(folder: Path, edit: list[str]) -> None:
         else:
             report('trained', losses)
     if not (run / PREV).exists():
+        note('trained', f'resuming, exports and evaluations are not checked: there is no {PREV}')
         return
     with checking('trained'):
         before, after = (load_checkpoint(run / x)['model'] for x in (PREV, LAST))
@@ -883,8 +884,10 @@ def check_part(edit: list[str]) -> int:
     )
     known = Script(trainer.__file__).defaults
     edit = [x for x in edit if setting_of(x) in known]
-    is_checked = False
-    for arch in choose_archs(trainer, recurrent, edit):
+    is_checked, archs = False, choose_archs(trainer, recurrent, edit)
+    if trainer is train_lm and recurrent and archs == ['experts']:
+        print(f'{NOTE}{part}: the LSTM is not checked, --arch=lstm does that')
+    for arch in archs:
         title = part if arch == 'experts' else f'{part} {arch}'
         arguments = [*TINY[trainer], f'--recurrent={recurrent}', f'--arch={arch}', *edit]
         try:

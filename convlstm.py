@@ -326,12 +326,15 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
     def build(cls, metadata: dict) -> 'Agent':
         """Return an agent for the entries of a config.json. A size that AgentConfig got later has
         its default. Raises KeyError, TypeError or ValueError if they describe none."""
-        sizes = {name: metadata[name] for name in MODEL_SETTINGS if name in metadata}
-        return build_agent(AgentConfig(**{'arch': metadata['arch'], **sizes}))
+        sizes = metadata.get('model')
+        if sizes is None:  # of a version before 0.4, which had all sizes as entries
+            sizes = {name: metadata[name] for name in MODEL_SETTINGS if name in metadata}
+        return build_agent(AgentConfig(**{'arch': sizes['arch'], **sizes}))
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this agent."""
-        return {name: getattr(self.config, name) for name in MODEL_SETTINGS}
+        sizes = {name: getattr(self.config, name) for name in MODEL_SETTINGS}
+        return {'recurrent': self.config.recurrent, 'model': sizes}
 
 
 class ConvLSTM(Agent):

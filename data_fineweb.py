@@ -693,7 +693,10 @@ def download_shards(count: int, folder: str) -> dict:
     """Download the ready-made validation shard of FineWeb and `count` training shards, except those
     that the folder has, and return their description."""
     meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
-    paths = [shard_path(folder, index) for index in range(max(count + 1, len(meta['shards'])))]
+    n = max(count + 1, len(meta['shards']))
+    while os.path.exists(shard_path(folder, n)):  # of a download of more that was interrupted
+        n += 1
+    paths = [shard_path(folder, index) for index in range(n)]
     missing = [path for path in paths if not os.path.exists(path)]
     print(f'{READY_MADE} -> {folder}: {len(missing)} of {len(paths)} shards of 200 MB', flush=True)
     if missing:

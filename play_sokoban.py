@@ -37,6 +37,7 @@ from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, 
 from support import ranks
 from support.export import load_weights
 from support.files import read_tensors
+from support.run_folder import refuse_best
 from support.signals import exit_at_signals
 
 # fmt: off
@@ -260,6 +261,7 @@ def main() -> None:
         agent = load_agent(out_dir, which, torch_device)
         about = {**EASY, **agent.metadata.get('settings', {})}
     if export:
+        refuse_best(export)
         agent.save_pretrained(export, config=agent.metadata)
         print(f'{export}: the agent of {out_dir}')
         return

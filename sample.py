@@ -16,7 +16,6 @@ import codecs
 import contextlib
 import itertools
 import math
-import pathlib
 import re
 import signal
 import sys
@@ -36,7 +35,7 @@ from overrides import choose_overrides
 from support import ranks
 from support.export import CARD
 from support.files import read_text
-from support.run_folder import BEST, CONFIG, WEIGHTS, settings_of
+from support.run_folder import CONFIG, WEIGHTS, refuse_best
 from support.stream import SCORE_CHUNK, Stream
 from tokenizer import VOCAB, Tokenizer, get_tokenizer
 
@@ -96,9 +95,7 @@ def load(folder: str, device: str = 'cpu') -> nn.Module:
 
 def export_model() -> None:
     """Write the model of out_dir into the folder `export`, in the format of support/export.py."""
-    folder = pathlib.Path(export).resolve()
-    if folder.name == BEST and 'script' in settings_of(folder.parent):
-        raise UserError(f'export = {export!r}: is the best model of a run: choose another folder')
+    refuse_best(export)
     model = load(out_dir)
     if dtype == 'bfloat16':
         model = model.bfloat16()

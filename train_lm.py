@@ -30,7 +30,7 @@ from model import MODEL_RANGES, ModelConfig, build_model
 from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
-from support.export import initialize_from, load_weights
+from support.export import initialize_from, load_weights, refuse_unknown_sizes
 from support.loader import Loader, data_checksum, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
@@ -320,6 +320,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     model = make_model(config, V)
     model.metadata = {'tokenizer': tokenizer}
     if folder.saved:
+        refuse_unknown_sizes(model, folder.saved.get('entries', {}), folder.path_of_saved)
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
         initialize_from(model, init_from)
@@ -393,7 +394,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     if eval_only:
         loss, bits = validate(val_x, val_y)
         n = val_streams * val_x.size(1)
-        text = f'{loss:.4f} nats per {unit} ({bits:.4f} bits per byte), {n:,} tokens'
+        text = f'{loss:.4f} nats per token ({bits:.4f} bits per byte), {n:,} tokens'
         print0(f'{out_dir}, step {folder.step}: validation loss {text}')
         ranks.leave_ranks()
         return 0
@@ -419,6 +420,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
         best_model = settings_of(folder.path / BEST)
         if best_model.get('validated_on') == [val_tokens, val_streams]:
             best = best_model['best_val_loss']
+        elif best_model:
+            text = 'was chosen on other tokens, and the next validation replaces it'
+            print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
 
     update = make_update(model, muon, adamw, norm, graphs)
@@ -486,7 +490,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                         step=step,
                         best_val_loss=best,
                         validated_on=[val_tokens, val_streams],
-                        score=f'validation loss {best:.4f} nats per {unit}',
+                        score=f'validation loss {best:.4f} nats per token',
                     )
             folder.log(record)
         if step >= max_iters or stop:

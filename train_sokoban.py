@@ -51,8 +51,8 @@ from sokoban import (
 )
 from support import ranks
 from support.compiling import fused, graphed
-from support.export import initialize_from, load_weights
-from support.files import write_json
+from support.export import initialize_from, load_weights, refuse_unknown_sizes
+from support.files import read_json, write_json
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
 from support.ranks import Gradients, fill, gather
@@ -387,6 +387,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     # model
     model = make_agent(config)
     if folder.saved:
+        refuse_unknown_sizes(model, folder.saved.get('entries', {}), folder.path_of_saved)
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
         initialize_from(model, init_from)
@@ -433,7 +434,12 @@ def run(config: Settings, at_end: ExitStack) -> int:
             if name != source:  # two paths may have one name
                 name = f'{zlib.crc32(os.fsencode(source)):08x}-{name[-60:]}'
             path = os.path.join(out_dir, f'eval_{name}.json')
-            record = {**metadata, 'time_limit': time_limit, **result}
+            about = {'time_limit': time_limit, 'levels_crc': eval_crc}
+            former = read_json(path)
+            if any(former.get(key, x) != x for key, x in about.items()):  # it stays
+                checksum = zlib.crc32(repr(about).encode())
+                path = os.path.join(out_dir, f'eval_{name}-{checksum:08x}.json')
+            record = {**metadata, **about, **result}
             ranks.attempt(path, lambda: write_json(record, path))
         ranks.leave_ranks()
         return 0
@@ -509,6 +515,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
         metadata = settings_of(folder.path / BEST)
         if metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
+        elif metadata:
+            text = 'was chosen on other levels, and the next evaluation replaces it'
+            print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
 
     metadata = machine(device_, dtype)

@@ -142,11 +142,23 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
                 raise ValueError(f'{name} {text}')
 
 
+def refuse_unknown_sizes(model: torch.nn.Module, entries: dict, path: Path) -> None:
+    """Raise UserError, naming the file `path`, if a saved model with these entries has a size that
+    the code of this model does not know, for example that of an edit which has been undone. Its
+    weights may fit all the same, but they were trained in another function."""
+    for name, value in entries.get('model', {}).items():
+        if name not in model.entries()['model']:
+            reason = f'was trained with {name} = {value!r}, which this code does not have'
+            raise UserError(f'{path}: {reason}: use the code of that run')
+
+
 def initialize_from(model: torch.nn.Module, folder: Path) -> None:
     """Initialize a model from an export or from the best model of a run. Every weight whose name
     and shape the model has is taken. Print which weights of the model and of the folder were not.
-    Raises UserError if the folder cannot be read or no weight fits."""
+    Raises UserError if the folder cannot be read, no weight fits, or it has a size that this code
+    does not know."""
     path = export_in(folder) / WEIGHTS
+    refuse_unknown_sizes(model, read_metadata(path.parent), path)
     weights, initial = without_old_bias(read_tensors(path), model), model.state_dict()
     fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
     # A tied weight, which has several names, is taken under the first, unless all are equal.
@@ -174,7 +186,7 @@ class PublishedModel(
 
     A subclass defines `build(metadata)`, which returns a model with initial weights for the entries
     of a config.json, and `entries()`, which returns the entries that rebuild the model: 'recurrent'
-    and the sizes, as entries or together as 'model'."""
+    and in 'model' the sizes."""
 
     metadata: dict = {}  # the entries of config.json with which the model was loaded
 
@@ -254,7 +266,7 @@ class PublishedModel(
             'name': type(self).__name__,
             'module': type(self).__module__,
             'parameters': f'{sum(p.numel() for p in self.parameters()):,}',
-            'sizes': entries.get('model', entries),
+            'sizes': entries['model'],
             'metadata': {**metadata, 'command': command.decode()},
             **(model_card_kwargs or {}),
         }

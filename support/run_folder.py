@@ -220,11 +220,18 @@ def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
 
 
 def load_export(folder: Path, names: Iterable[str] = ()) -> tuple[dict, pathlib.Path]:
-    """Return an export in the form of a checkpoint, with 'config', 'model' and 'step', and the path
-    of its weights. names: as in sizes_in. Raises UserError."""
-    path = pathlib.Path(folder, WEIGHTS)
-    config = sizes_in(folder, names)
-    return {'config': config, 'model': read_tensors(path), 'step': config.get('step') or 0}, path
+    """Return an export in the form of a checkpoint, with 'config', 'model', 'entries' and 'step',
+    and the path of its weights. names: as in sizes_in. Raises UserError."""
+    path, config = pathlib.Path(folder, WEIGHTS), sizes_in(folder, names)
+    saved = {'config': config, 'model': read_tensors(path), 'entries': read_metadata(path.parent)}
+    return {**saved, 'step': config.get('step') or 0}, path
+
+
+def refuse_best(export: Path) -> None:
+    """Raise UserError if `export` is the best model of a run, which an export would replace."""
+    folder = pathlib.Path(export).resolve()
+    if folder.name == BEST and 'script' in settings_of(folder.parent):
+        raise UserError(f'export = {export!r}: is the best model of a run: choose another folder')
 
 
 @contextlib.contextmanager
@@ -398,6 +405,8 @@ class RunFolder:
             self.is_copy = metadata.get('run_folder', home) != home
         if config.from_files:
             print0(f'{path}: has the settings of the run; the config files are ignored')
+        last = settings_of(self.path).get('starts', [])[len(metadata.get('starts', [])) :]
+        lost = {k: x for start in last for k, x in start.get('changes', {}).items()}
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
@@ -410,6 +419,8 @@ class RunFolder:
             if value != old:
                 print0(f'{name} = {value!r}  (the run had {old!r})')
                 changes[name] = value
+            elif name in lost and name not in config.from_command_line:
+                print0(f'{name} = {old!r}  (not {lost[name]!r}, of a start that saved nothing)')
             with restoring(path):
                 config[name] = convert(value, config.defaults[name])
         self.warn_of_threads()

@@ -63,11 +63,17 @@ def test_every_mode_is_measured_and_written_as_json_and_markdown(tmp_path, capsy
     assert table in capsys.readouterr().out and table.count('\n|') == 2 + len(rows)
 
 
-def test_kernels_are_not_left_out_of_the_transformers_training(tmp_path):
-    """It has none, so that the mode would be measured twice."""
-    assert run_main('--suite=train', '--modes=no_loss', f'--out={tmp_path}/report.json') == 0
-    _, rows = read_report(tmp_path / 'report.json')
-    assert [*rows] == [('train', 'recurrent', 'no_loss')]
+def test_kernels_are_left_out_only_where_there_are_any():
+    """Elsewhere a mode would be measured twice. The transformer decodes with kernels."""
+    for suite, model, expected in (
+        ('train', 'recurrent', True),
+        ('train', 'transformer', False),
+        ('decode', 'transformer', True),
+        ('sokoban', 'convglu', False),
+    ):
+        cell = Cell(suite, model, 2, 8, 768, C=64, B=16)
+        assert bench.uses_kernels(cell, 'cuda:0') == expected
+        assert not bench.uses_kernels(cell, 'cpu')
 
 
 def test_figures_follow_from_seconds():
@@ -219,6 +225,7 @@ def test_another_report_is_not_overwritten(tmp_path, name):
 REFUSED = [
     ('--out=speed.md', "out = 'speed.md': names a file of JSON"),
     ('--modes=slow', 'expected some of plain, eager, compiled'),
+    ('--modes=eager,no_loss', 'nothing measured here uses kernels: expected some of plain, eager'),
     ('--tokens_per_update=30', 'must be a multiple of 4 x C = 16'),
     ('--n_embd=7', 'n_embd'),
     ('--shapes=2,0', 'expected groups of 2 positive integers'),

@@ -502,6 +502,10 @@ def test_missing_ready_made_shards_are_downloaded_from_one_commit(
     with pytest.raises(KeyboardInterrupt):
         prepare(folder, tokenizer='gpt2', pretokenized=4)
     assert_refused('its preparation was interrupted', find_shards, folder, 'train')
+    # Fewer shards, after some of more have arrived: a training run would read all of them.
+    df.write_shard(folder / 'fineweb_train_000004.bin', [50256, 7] * 40)
+    prepare(folder, tokenizer='gpt2', pretokenized=1)
+    assert len(find_shards(folder, 'train')) == 4 and len(read_meta(folder)['shards']) == 5
 
 
 # ---- command line ----

@@ -20,6 +20,7 @@ from convlstm import Agent, AgentConfig, build_agent, load_agent
 from lstm import LSTM, build_lstm
 from model import GPT, LanguageModel, ModelConfig, RecurrentGPT, build_model
 from support import export
+from support.export import initialize_from, refuse_unknown_sizes
 from support.files import remove_temporary
 from support.run_folder import CONFIG, LAST, WEIGHTS, load_export, sizes_in
 
@@ -215,6 +216,21 @@ def test_a_model_of_the_other_kind_is_named(tmp_path):
         read(tmp_path / 'b', of_lm)
         assert_refused('a: holds an agent, of another trainer', read, tmp_path / 'a', of_lm)
         assert_refused('b: holds a language model, of', read, tmp_path / 'b', of_agent)
+
+
+@pytest.mark.parametrize('make', [make_agent, make_language_model])
+def test_a_size_that_the_code_does_not_know_is_refused(tmp_path, make):
+    """The weights of an edit that has been undone may fit, but in another function."""
+    model = make()
+    model.save_pretrained(tmp_path)
+    metadata = json.loads((tmp_path / CONFIG).read_text())
+    metadata['model']['n_loop'] = 2
+    (tmp_path / CONFIG).write_text(json.dumps(metadata))
+    assert_refused('n_loop', type(model).from_pretrained, tmp_path)
+    message = 'model.safetensors: was trained with n_loop = 2, which this code does not have'
+    assert_refused(message, initialize_from, make(), tmp_path)
+    saved, path = load_export(tmp_path)
+    assert_refused(message, refuse_unknown_sizes, model, saved['entries'], path)
 
 
 def test_weights_that_do_not_fit_may_come_from_before_an_edit(tmp_path):

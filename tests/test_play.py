@@ -20,7 +20,7 @@ import safetensors.torch as safetensors
 import torch
 from PIL import Image
 from processes import ROOT
-from small_runs import error_of, read_log, run_agent
+from small_runs import assert_refused, error_of, read_log, run_agent
 from test_levels import numbered, text
 
 import play_sokoban
@@ -83,6 +83,9 @@ def test_an_export_has_the_weights_and_the_score_of_one_agent(trained, tmp_path,
         metadata = json.loads((tmp_path / 'config.json').read_text())
         assert metadata.get('best') == score and metadata['settings']['eval_split'] == 'hard'
         assert card in (tmp_path / 'README.md').read_text()
+    best = trained / 'best'
+    message = 'is the best model of a run: choose another folder'
+    assert_refused(message, play, f'--out_dir={trained}', f'--export={best}')
 
 
 def test_an_agent_is_measured_as_its_run_evaluated_it(trained, play):

@@ -137,6 +137,15 @@ def test_all_starts_are_recorded_and_printed_with_their_changes(tmp_path, capsys
     assert (config['max_iters'], config['threads'], config['device_name']) == (30, 2, 'toy')
 
 
+def test_changes_of_a_start_that_saved_nothing_are_named(tmp_path, capsys):
+    train(tmp_path)
+    train(tmp_path, resume=True, saves=(), max_iters=30)
+    capsys.readouterr()
+    assert open_folder(tmp_path, resume=True, betas=(0.5, 0.5)).config['max_iters'] != 30
+    printed = capsys.readouterr().out
+    assert '  (not 30, of a start that saved nothing)' in printed and printed.count('(not') == 1
+
+
 def test_another_version_of_the_trainer_resumes_a_run_and_another_trainer_does_not(tmp_path):
     """A setting that the script has got since counts as its default."""
     train(tmp_path)

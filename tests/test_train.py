@@ -183,13 +183,15 @@ BEST = [  # losses of the validations after updates 0, 4, 6, 8 and 12, changed s
 
 @pytest.mark.parametrize('losses, change, best', BEST)
 def test_the_best_model_has_the_lowest_loss_on_the_same_tokens(
-    data, tmp_path, monkeypatch, losses, change, best
+    data, tmp_path, monkeypatch, capsys, losses, change, best
 ):
-    """Losses of a run that is resumed after updates 6 and 8 count together."""
+    """Losses of a run that is resumed after updates 6 and 8 count together. A line tells that a
+    model which was chosen on other tokens is replaced."""
     values = iter(losses)
     monkeypatch.setattr(stream.Stream, 'score', lambda *_: torch.tensor([next(values), 1.0]))
     run_lm(data, tmp_path, max_iters=6)
     assert resume(tmp_path, '--max_iters=8', *change) == 0
+    assert ('best: was chosen on other tokens' in capsys.readouterr().out) == bool(change)
     assert resume(tmp_path, '--max_iters=12') == 0
     assert [r['step'] for r in read_log(tmp_path) if 'val_loss' in r] == [0, 4, 6, 8, 12]
     assert settings_of(tmp_path / 'best')['step'] == best
@@ -467,7 +469,7 @@ def test_eval_only_prints_the_logged_loss_and_writes_nothing(trained, monkeypatc
     argv = ['--eval_only=True', '--resume=auto', '--device=cpu', '--tokens_per_step=100']
     assert train_lm_as_rank([f'--out_dir={trained / name}', *argv]) == 0
     loss = read_log(trained / name.split('/')[0])[4]['val_loss']
-    assert f'step 4: validation loss {loss:.4f} nats per byte (' in capsys.readouterr().out
+    assert f'step 4: validation loss {loss:.4f} nats per token (' in capsys.readouterr().out
     assert bytes_in(trained) == before
 
 
@@ -490,7 +492,7 @@ def test_validation_is_the_same_for_any_number_of_ranks(trained, tmp_path):
         validate_with_uneven_tokens(*argv),
         run_ranks(2, validate_with_uneven_tokens, *argv)[0],
     )
-    pattern = r'loss (.*) nats per byte \((.*) bits per byte\), 95 tokens'
+    pattern = r'loss (.*) nats per token \((.*) bits per byte\), 95 tokens'
     one, two = (tuple(map(float, re.search(pattern, text).groups())) for text in printed)
     assert two == pytest.approx(one, abs=2e-4)
     nats, bits = one

@@ -206,6 +206,8 @@ def test_eval_only_evaluates_a_run_or_an_export(finished_run, tmp_path, capsys):
     expected = read_log(finished_run)[-1]['eval_return']
     assert (a['return'], a['n'], a['time_limit']) == (expected, 6, 5)
     assert (b['n'], b['time_limit']) == (12, 3) and b['steps'] <= 3
+    assert call(train_sokoban, *evaluate, f'--levels={tmp_path}/x.npy', '--time_limit=4') == 0
+    assert json.loads(of_file.read_text()) == b and len([*finished_run.glob('eval_*-x*.json')]) == 3
 
     best = finished_run / 'best'
     before = set(best.iterdir())
