@@ -89,8 +89,9 @@ val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a d
                       # tokens of local text (at most shard_tokens)
 # source: choose one of these
 pretokenized = 0      # number of ready-made GPT-2 training shards of FineWeb, at most 103
-dataset = ''          # name of a data set on the Hub, or a folder: all of its files are read,
-                      # unless a data set card or `save_to_disk` describes its splits
+dataset = ''          # name of a data set on the Hub, or a folder: its .txt, .jsonl, .csv and
+                      # .parquet files are read or, if it has none, those of its most frequent
+                      # kind, unless a data set card or `save_to_disk` describes its splits
 text = ''             # files or patterns, separated by commas: .txt (one document per file), .jsonl
                       # and .csv (one per row), all also as .gz or .xz, and .parquet
 demo = False          # the speeches in corpus/, shuffled with seed 1337

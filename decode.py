@@ -20,7 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import LanguageModel, State, evaluating, head_input, run_layer, softcap, step
+from model import (
+    LanguageModel,
+    State,
+    evaluating,
+    head_input,
+    refuse_other_forward,
+    run_layer,
+    softcap,
+    step,
+)
 from ops import Heads, in_window, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
 from support.stream import Stream, copy_state
@@ -178,6 +187,12 @@ def head_and_sample(
     return logits, sample(logits, noise, temperature, top_k, top_p)
 
 
+def versions_of(model: LanguageModel) -> list[int]:
+    """Return the number of changes in place that torch has counted of each weight: none of those
+    by CUDA graphs, by `.data` or in inference mode."""
+    return [0 if p.is_inference() else p._version for p in model.parameters()]
+
+
 class Decoder:
     """B streams of a model whose weights do not change. `logits` (B, V) are those of the last step.
 
@@ -197,6 +212,10 @@ class Decoder:
         seed: int | torch.Generator | None = 0,
         top_p: float = 1.0,
     ):
+        refuse_other_forward(model)
+        if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+            settings = f'temperature = {temperature}, top_k = {top_k}, top_p = {top_p}'
+            raise ValueError(f'{settings}: expected at least 0, at least 0, and above 0 up to 1')
         c = model.config
         device = model.embedding.device
         state_dtype = model.embedding.dtype  # of everything but matrix products
@@ -212,6 +231,7 @@ class Decoder:
         with torch.autocast(device.type, enabled=False):  # the layers cast explicitly
             self.weights = model.bind_weights(B, dtype)  # cast once
         self.head = model.head.detach().to(dtype)
+        self.versions = versions_of(model)
         widths = [w.window for w in self.weights]
         self.position = RingPosition(B, c.window, widths, c.head_dim, state_dtype, device)
         # (L, N, W, K) each; empty slots are read with weight 0, so they must be finite
@@ -230,7 +250,9 @@ class Decoder:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """Continue from a state of the model for B streams. The next call of `step` must pass a
-        token."""
+        token. Raises ValueError if the weights have changed: some of them are copies here."""
+        if versions_of(self.model) != self.versions:
+            raise ValueError('the weights have changed: make another Decoder')
         cos, sin = self.position.rope[:-1].unbind(1)  # (W, K) each
         # oldest entry in slot 0, newest in slot W - 1
         self.keys.copy_(rotate(state.k, cos, sin).view(self.keys.shape))
@@ -332,7 +354,7 @@ def generate(
     default torch's generator. A text starts with the tokenizer's end-of-text token. Raises
     ValueError if a text is empty or n is negative.
 
-        model = LanguageModel.from_pretrained('pretrained/lm')
+        model = LanguageModel.from_pretrained('PATH/pretrained/lm')  # PATH: of this file
         ids = torch.tensor([[255, *b'Fellow citizens']])  # of bytes; 255 starts a document
         print(bytes(generate(model, ids, 200, temperature=0.8)[0, 1:].tolist()))
     """

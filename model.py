@@ -297,7 +297,9 @@ def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Ten
     are those before the soft-cap (`scores`, after it, are what LanguageModel returns as logits);
     targets (N,); config: the model's, for settings of the objective."""
     scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-    cross_entropy = F.cross_entropy(scores, targets, reduction='sum')
+    # torch would leave targets of -100 out of the sum, but the caller divides by all: refuse them
+    nothing = torch.iinfo(torch.int64).min
+    cross_entropy = F.cross_entropy(scores, targets, ignore_index=nothing, reduction='sum')
     # Add terms that only training sees, such as a z-loss of the scores, here, summed over rows: the
     # caller divides by their number.
     objective = cross_entropy
@@ -336,7 +338,7 @@ class HeadLoss(torch.autograd.Function):
         N = len(x)
         rows = rows_per_slice(N, len(weight), x.device.type)
         w = weight.to(dtype)
-        total = torch.zeros(2, dtype=x.dtype, device=x.device)
+        total = torch.zeros(2, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         if wants_grads:
             dx, dw = torch.empty_like(x), torch.zeros_like(weight)
             ctx.save_for_backward(dx, dw)
@@ -541,7 +543,12 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     overrides = frozenset()  # Triton overrides in use (overrides.py)
 
     def __init__(self, config: ModelConfig):
+        """Raises UserError for a setting of the other kind."""
         super().__init__()
+        for name in ['residual'] if self.recurrent else ['share_kv', 'init_b']:
+            value = getattr(config, name)
+            if value != getattr(ModelConfig, name):  # the default
+                raise UserError(f'{name} = {value!r} is for recurrent = {not self.recurrent}')
         self.config = config
         self.heads = Heads(  # in every layer
             E=config.n_expert,
@@ -614,7 +621,11 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         Returns logits (B, T, V) in fp32, or with targets the Loss in nats per token; and the state
         after the chunk. No gradient flows from it into the chunk (truncated back-propagation).
         Without a state, RecurrentGPT starts from init_state; GPT attends causally over the whole
-        chunk, as in training, and returns None as the state."""
+        chunk, as in training, and returns None as the state. Raises ValueError for targets of
+        another shape than idx."""
+        if targets is not None and targets.shape != idx.shape:
+            shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
+            raise ValueError(f'targets of shape {shapes}: expected a target for each token')
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
             with use_overrides(self.overrides):
@@ -861,10 +872,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         module.train(training)
 
 
+def refuse_other_forward(model: LanguageModel) -> None:
+    """Raise ValueError for a model whose class overrides the forward elsewhere: decode.py and
+    tracing.py call the functions of this file instead."""
+    for name in ('forward', 'core', 'hidden', 'embed'):
+        file = getattr(type(model), name).__module__
+        if file != __name__:
+            reason = f'is overridden in {file}, which decoding and traces would not follow'
+            raise ValueError(f'{type(model).__name__}.{name} {reason}: edit model.py')
+
+
 def build_model(config: ModelConfig, recurrent: bool) -> LanguageModel:
     """Return RecurrentGPT or GPT. Raises UserError for a setting of the other kind."""
-    for name in ['residual'] if recurrent else ['share_kv', 'init_b']:
-        value = getattr(config, name)
-        if value != getattr(ModelConfig, name):  # the default
-            raise UserError(f'{name} = {value!r} is for recurrent = {not recurrent}')
     return RecurrentGPT(config) if recurrent else GPT(config)

@@ -35,7 +35,7 @@ from convlstm import Agent, load_agent
 from levels import WALL, board_text, plan_image, save_gif, select_levels
 from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
 from support import ranks
-from support.export import load_weights
+from support.export import load_weights, weights_checksum
 from support.files import read_tensors
 from support.run_folder import refuse_best
 from support.signals import exit_at_signals
@@ -96,15 +96,16 @@ def play_level(agent: Agent, levels: ndarray, i: int, device: str, time_limit: i
     features = torch.cat(recorder.features).float()  # (T, 10, 10, C)
     end = 'solved' if results['solved'].item() else 'not solved'
     outcome = f'level {i}, {end} in {steps} steps, return {results["return"].item():.1f}'
-    return Game(boards=boards, plans=read_plans(features), outcome=outcome)
+    return Game(boards=boards, plans=read_plans(features, agent), outcome=outcome)
 
 
 @torch.no_grad()
-def read_plans(features: Tensor) -> ndarray:
-    """Return the plans (T + 1, 10, 10) that the probe reads from a game's s[L] (T, 10, 10, C).
+def read_plans(features: Tensor, agent: Agent) -> ndarray:
+    """Return the plans (T + 1, 10, 10) that the probe reads from the s[L] (T, 10, 10, C) of a game
+    of the agent.
 
     The plan after the last step has no arrows. Without a probe no plan has any. Raises
-    UserError if the probe's file is damaged or does not fit the agent.
+    UserError if the probe's file is damaged, or was trained on another agent.
     """
     plans = np.full((len(features) + 1, 10, 10), -1)
     path = probe or os.path.join(out_dir, PROBE)
@@ -112,6 +113,10 @@ def read_plans(features: Tensor) -> ndarray:
         conv = torch.nn.Conv2d(features.size(-1), 5, 3, padding=1)  # four directions, or none
         saved = read_tensors(path)
         threshold = saved.pop('threshold', torch.tensor(math.inf))
+        checksum = weights_checksum(agent)  # earlier probes have none
+        if saved.pop('agent', checksum) != checksum:
+            advice = f'give that one, or another which than {which!r}'
+            raise UserError(f'{path}: was trained on another agent: {advice}')
         load_weights(conv, saved, path)
         probabilities = F.softmax(conv(features.permute(0, 3, 1, 2)), 1)  # (T, 5, 10, 10)
         best, direction = probabilities[:, :4].max(1)

@@ -1,4 +1,5 @@
-"""Sokoban in torch: the environment, and the evaluation of policies.
+"""Sokoban in torch: the environment, Jumanji's own behind the same interface, and the evaluation of
+policies.
 
 The rules are those of Jumanji's Sokoban-v0 on 10x10 boards. Actions are up, right, down, left. A
 blocked move costs a step like any other. The reward is -0.1 per step, +1 for a box pushed onto a
@@ -6,7 +7,7 @@ target, -1 for one pushed off, +10 when all boxes are on targets. An episode end
 solved or at the time limit, 120 steps by default; both are terminations, so no value is
 bootstrapped.
 
-levels.py has the levels, sokoban_gym.py the environment for Gymnasium and Jumanji's own.
+levels.py has the levels, sokoban_gym.py the environment for Gymnasium.
 
 Shape letters: N boards or levels that are processed together, n levels in all.
 """

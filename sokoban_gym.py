@@ -1,4 +1,4 @@
-"""Sokoban for Gymnasium, single and vectorized, and Jumanji's own Sokoban behind our interface.
+"""Sokoban for Gymnasium, single and vectorized.
 
     env = gymnasium.make('sokoban_gym:ParallelExperts/Sokoban-v0', n_boxes=1)
     envs = gymnasium.make_vec('sokoban_gym:ParallelExperts/Sokoban-v0', num_envs=64)

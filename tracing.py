@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as model_file
-from model import LanguageModel, State, evaluating, step
+from model import LanguageModel, State, evaluating, refuse_other_forward, step
 from ops import Heads, Linear, in_window, rope_table, rotate, to_experts
 
 
@@ -82,7 +82,9 @@ class KeptWeights:
 def trace(model: LanguageModel, ids: Tensor, state: State | None = None) -> Trace:
     """Return a Trace of the texts ids (B, T), read in the dtype of the model and in evaluation
     mode from a state, by default the initial one. With a state, attention weights are (B, E, H, T,
-    W + T): those of the W entries that it carries come first. They take memory for all tokens."""
+    W + T): those of the W entries that it carries come first. They take memory for all tokens.
+    Raises ValueError for a class that overrides the forward."""
+    refuse_other_forward(model)
     B, T = ids.shape
     z = model.embed(ids)  # (B, T, D)
     start = model.init_state(B) if state is None else state

@@ -7,8 +7,9 @@ $ make demo-sokoban
 $ python train_sokoban.py config/sokoban_small_L4.py --download=True
 $ python train_sokoban.py --out_dir=out/sokoban_small_L4 --resume=True
 $ python train_sokoban.py --out_dir=out/sokoban_small_L4 --eval_only=True --levels=unfiltered-test
-# four GPUs, which share the boards; convolutions in bfloat16 or TF32, not in the paper's float32
+# four GPUs, which share the boards
 $ torchrun --standalone --nproc_per_node=4 train_sokoban.py config/sokoban_small_L4.py
+# convolutions in bfloat16 where that is fast, not in the paper's float32
 $ python train_sokoban.py config/sokoban_small_L4.py --dtype=auto
 
 A run writes config.json, log.jsonl, checkpoints and its best model into out_dir

@@ -67,6 +67,8 @@ class DeferredLinear(Linear):
         self.total = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
+            return linear(x, self.weight.to(self.w.dtype))  # as after x.detach(): no hook would run
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
             # a list, so that the hook can drop x: autograd keeps the hook as long as y's graph
@@ -347,6 +349,9 @@ def run_tokens(
     caches = [ChunkCache(layout, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
     if torch.is_grad_enabled():
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
+        for x in (x for w in layers for x in w if isinstance(x, tuple | list)):
+            if any(isinstance(one, Linear | Tensor) for one in x):
+                raise TypeError('LayerWeights has weights in a list: each must be a field')
         linears = [x for x in found if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
     out = []

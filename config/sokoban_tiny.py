@@ -1,8 +1,8 @@
 """Agent of the studies on a small machine (paper/studies/study_sokoban.py).
 
-Goal: easy levels (one box, at most 12 moves), short enough for many runs. The runs on easy levels
-in paper/results/README.md have these settings. Hardware and time: one CPU core, about eight
-minutes.
+Goal: easy levels (one box, at most 12 moves), short enough for many runs. The ConvGLUs on easy
+levels in paper/results/README.md have these settings, but for sizes, steps and dtype. Hardware and
+time: one CPU core, about eight minutes.
 
     python train_sokoban.py config/sokoban_tiny.py
 """

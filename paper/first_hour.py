@@ -8,8 +8,8 @@ that is printed first. If a step fails, or the tests do not finish, a line says 
 the others run, and the exit status is 1. A step has its share of the time and what those before it
 left of theirs; after that it is killed, and what it has measured is kept.
 
-The report is out/gpu_DATE_TIME.json, with the table of it beside it as .md; both name no paths and
-can be committed. Training reads random tokens: its speed does not depend on the text.
+The report is out/gpu_DATE_TIME.json, with its table beside it as .md; both name no paths and can be
+committed (git add -f). Training reads random tokens: its speed does not depend on the text.
 """
 
 import csv
@@ -309,7 +309,7 @@ def main() -> int:
             lines = cells.with_suffix('.md').read_text().splitlines(keepends=True)
             report['tables'][step.name] = ''.join(x for x in lines if x.startswith('|'))
         write_report(report, path)
-    print(f'{path} and {path.with_suffix(".md")} name nothing of this machine: commit both')
+    print(f'{path} and {path.with_suffix(".md")} name nothing of this machine: git add -f both')
     status = {step['step']: step['status'] for step in report['steps']}
     unfinished = status.get('tests', 'ok') != 'ok'
     return int(unfinished or any(x.startswith('failed') for x in status.values()))

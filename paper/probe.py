@@ -61,6 +61,7 @@ from paper.sweep import NEUTRAL
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
 from support.code import code_record
+from support.export import weights_checksum
 from support.files import write_json, write_tensors, write_text
 from support.plots import Figure, chart, plain, save_figure
 from support.run_folder import PER_CALL
@@ -427,12 +428,14 @@ def draw_plan(panels: list, data: Steps, guess: Guess, threshold: float, episode
             axes.imshow(plan_image(data.boards[i], plan, data.target[i].reshape(10, 10)))
 
 
-def save_probe(name: str, probe: Probe, scale: Tensor, threshold: float) -> None:
-    """Write the first seed of the 3x3 probe of s[L], whose plans play_sokoban.py draws."""
+def save_probe(player: Player, probe: Probe, scale: Tensor, threshold: float) -> None:
+    """Write the first seed of the 3x3 probe of s[L], whose plans play_sokoban.py draws for this
+    agent."""
     conv, C = probe.conv, probe.channels.stop
     parts = {'weight': conv.weight[:5] / scale[:C], 'bias': conv.bias[:5]}
     parts['threshold'] = torch.tensor(threshold)
-    write_tensors(parts, os.path.join(out_dir, f'probe_{name}.safetensors'))
+    parts['agent'] = torch.tensor(weights_checksum(player.agent))
+    write_tensors(parts, os.path.join(out_dir, f'probe_{player.name}.safetensors'))
 
 
 @ranks.explain_errors('fewer n_train or n_test')
@@ -486,7 +489,7 @@ def main() -> None:
         thresholds += found.values()
         draw_plan(row, data, guesses['3x3'], found['3x3'], level)
         row[0].set_ylabel(plain(labels[player.name], 2.4))
-        save_probe(player.name, probes['3x3'], scale, found['3x3'])
+        save_probe(player, probes['3x3'], scale, found['3x3'])
         del data, guesses
 
     counts = pandas.concat(tables)

@@ -65,9 +65,12 @@ import math
 import os
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for python PATH/paper/states.py
 
 from support.script import UserError, run_script
 

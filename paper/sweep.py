@@ -16,9 +16,9 @@ resumes.
 
 --vary gives an axis of the plan other values. Any other setting, behind --vary or behind `--`, is a
 new axis, and the runs are complete in a folder of their own, out/PLAN-SETTING/NAME; so are those of
-another trainer. Settings that change no result (NEUTRAL) or name the data change no folder, but a
-run on other data, or of a trainer that has changed since, is refused. In a plan of agents and
-language models, a setting that one trainer lacks is left out there.
+another trainer. Behind `--`, settings that change no result (NEUTRAL) or name the data change no
+folder, but a run on other data, or of a trainer that has changed since, is refused. In a plan of
+agents and language models, a setting that one trainer lacks is left out there.
 """
 
 import argparse

@@ -15,6 +15,7 @@ import inspect
 import os
 import pathlib
 import re
+import zlib
 from typing import Self
 
 from support.script import UserError, first_line, print0
@@ -140,6 +141,14 @@ def load_weights(model: torch.nn.Module, weights: dict, path: Path) -> None:
             if not torch.equal(x, weights[name].to(x)):
                 text = 'is one parameter with another weight of the model, but not in the file'
                 raise ValueError(f'{name} {text}')
+
+
+def weights_checksum(model: torch.nn.Module) -> int:
+    """Return a checksum of the weights of a model, whatever its device."""
+    checksum = 0
+    for x in model.state_dict().values():
+        checksum = zlib.crc32(x.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 def refuse_unknown_sizes(model: torch.nn.Module, entries: dict, path: Path) -> None:

@@ -115,9 +115,16 @@ class Stream:
             )
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Set the state of all rows, or of the rows with these numbers, to zero."""
-        for t, dim in zip(self.state, self.dims, strict=True):
-            t.zero_() if rows is None else t.index_fill_(dim, rows, 0)
+        """Set the state of all rows, or of the rows with these numbers, to the initial one."""
+        if not self.state:
+            return
+        with self.autocast:
+            initial = self.model.init_state(1)
+        for t, x, dim in zip(self.state, initial, self.dims, strict=True):
+            if rows is None:
+                t.copy_(x)
+            else:
+                t.index_copy_(dim, rows, x.expand(*t.shape[:dim], len(rows), *t.shape[dim + 1 :]))
 
     # ---- chunks
 

@@ -27,6 +27,7 @@ from decode import sample as sample_token
 from model import GPT, LayerParams, RecurrentGPT, State
 from support import compiling
 from tokenizer import get_tokenizer
+from tracing import trace
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 on_gpu = [
@@ -265,6 +266,37 @@ def test_generate_returns_the_texts_with_what_a_decoder_adds(model_type):
     for ids, n in ((x[0], 3), (x[:, :0], 3), (x, -1)):
         with pytest.raises(ValueError, match='expected texts'):
             generate(model, ids, n)
+
+
+def test_a_decoder_is_for_one_state_of_the_weights():
+    model, x = make(RecurrentGPT), tokens(1, 3)
+    decoder = Decoder(model, 1)
+    with torch.no_grad():
+        model.head.mul_(2)
+    with pytest.raises(ValueError, match='the weights have changed: make another Decoder'):
+        decoder.prefill(x)
+
+
+@pytest.mark.parametrize(
+    'options', [{'top_p': 0}, {'top_p': 1.5}, {'temperature': -0.5}, {'top_k': -1}], ids=str
+)
+def test_settings_that_no_sampling_has_are_refused(options):
+    with pytest.raises(ValueError, match='expected at least 0'):
+        generate(make(RecurrentGPT), tokens(1, 3), 2, **options)
+
+
+@pytest.mark.parametrize('use', [lambda model: Decoder(model, 1), lambda m: trace(m, tokens(1, 3))])
+def test_a_class_that_overrides_the_forward_is_refused(use):
+    class Skipping(RecurrentGPT):
+        def hidden(self, z, state):
+            s, state = super().hidden(z, state)
+            return s + z, state
+
+    model = make(RecurrentGPT)
+    use(model)
+    model.__class__ = Skipping
+    with pytest.raises(ValueError, match='Skipping.hidden is overridden in test_decode'):
+        use(model)
 
 
 def test_readmes_lines_generate_a_text_from_another_folder(tmp_path):

@@ -259,6 +259,37 @@ def test_gradients_that_would_be_wrong_are_refused():
         grad.square().sum().backward()
 
 
+def test_a_linear_whose_input_has_no_gradient_is_trained(monkeypatch):
+    """As after an edit that stops gradients into the router."""
+
+    def route(w, s, z, config, real=model_file.route):
+        return real(w, s.detach(), z.detach(), config)
+
+    monkeypatch.setattr(model_file, 'route', route)
+    model, x = make(RecurrentGPT, aggregation='softmax_l2'), tokens(2, 5)
+    expected = None
+    for mode in ('plain', 'fast', 'recomputed'):
+        set_mode(model, mode)
+        found = gradients(model, model(x, x)[0].objective)
+        assert_same_gradients(model, found, expected or found)
+        expected = found
+    assert all(grad.any() for name, grad in found.items() if 'router_q' in name)
+
+
+def test_weights_in_a_list_are_refused(monkeypatch):
+    """Their gradients would be lost."""
+    bind = model_file.LayerParams.bind
+    monkeypatch.setattr(
+        model_file.LayerParams,
+        'bind',
+        lambda *arguments: (w := bind(*arguments))._replace(up=[w.up]),
+    )
+    model, x = make(RecurrentGPT), tokens(2, 3)
+    set_mode(model, 'fast')
+    with pytest.raises(TypeError, match='weights in a list'):
+        model(x, x)
+
+
 @pytest.mark.parametrize('mode', ['fast', 'recomputed'])
 def test_a_window_may_be_narrower_than_its_cache(monkeypatch, mode):
     """It equals a narrow window in a narrow cache, in blocks and groups of all lengths."""
@@ -326,6 +357,22 @@ def test_head_loss(monkeypatch, rows):
         assert_close(a, b, 1e-12)
     with torch.no_grad():
         assert_close(sliced(x, w), exact(x, w), 1e-12)
+
+
+def test_targets_that_are_not_one_for_each_token_are_refused():
+    model, x = make(RecurrentGPT), tokens(2, 5)
+    for targets in (tokens(2, 6), x.T):
+        with pytest.raises(ValueError, match='expected a target for each token'):
+            model(x, targets)
+    with pytest.raises(IndexError, match='-100 is out of bounds'):
+        model(x, torch.where(x == x[0, 0], -100, x))
+
+
+def test_the_loss_of_a_model_in_bf16_is_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(model_file, 'LOGITS_PER_SLICE', {'cpu': V})  # one row per slice
+    x = torch.zeros(1000, 6, dtype=torch.bfloat16)
+    loss = model_file.head_loss(x, torch.zeros(V, 6).to(x), tokens(1000), None)
+    assert loss.cross_entropy.item() == pytest.approx(math.log(V), rel=1e-3)
 
 
 def test_terms_of_the_objective_are_for_training_only(monkeypatch):

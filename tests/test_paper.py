@@ -313,7 +313,7 @@ def test_first_update_of_an_agent(tmp_path, value_coef):
     its rate. A gradient whose norm exceeds 1 is clipped to 1. All sizes are those of the
     settings."""
     record, saved = train_agent(tmp_path, value_coef=value_coef)
-    assert_settings(saved['entries'], SIZES | {'radius': -1})
+    assert_settings(saved['entries']['model'], SIZES | {'radius': -1})
     assert record['env_steps'] == 640 and saved['boards']['grid'].shape == (32, 100)
     (group,) = saved['optimizer']['param_groups']
     assert (group['betas'], group['eps'], group['weight_decay']) == ((0.9, 0.999), 1e-6, 0)
@@ -323,7 +323,7 @@ def test_first_update_of_an_agent(tmp_path, value_coef):
     assert clipped == pytest.approx(min(1.0, record['grad_norm']), rel=1e-3)
     assert (record['grad_norm'] > 1) == (value_coef == 1)
     torch.manual_seed(1337)
-    before = build_agent(AgentConfig(**saved['entries'])).state_dict()
+    before = build_agent(AgentConfig(**saved['entries']['model'])).state_dict()
     changes = [(before[name] - x).abs().max().item() for name, x in saved['model'].items()]
     assert 0.5 < max(changes) / 4e-4 < 1.01
 

@@ -25,6 +25,7 @@ from test_levels import numbered, text
 
 import play_sokoban
 from levels import COLORS, board_image, generate, observations, parse_text, plan_image
+from support.export import weights_checksum
 from support.run_folder import load_checkpoint
 
 UP, RIGHT, LEFT = 0, 1, 3
@@ -185,7 +186,13 @@ def test_plans_are_the_predictions_of_the_probe_above_its_threshold(tmp_path):
     features[1, 7, 7, RIGHT] = 1.0  # a probability of 0.4
     expected = np.full((3, 10, 10), -1)
     expected[0, 2, 3], expected[1, 5, 6] = LEFT, UP
-    assert np.array_equal(play_sokoban.read_plans(features), expected)
+    agent = torch.nn.Linear(2, 2)
+    assert np.array_equal(play_sokoban.read_plans(features, agent), expected)
+    probe['agent'] = torch.tensor(weights_checksum(agent))
+    safetensors.save_file(probe, tmp_path / 'probe.safetensors')
+    assert np.array_equal(play_sokoban.read_plans(features, agent), expected)
+    message = 'probe.safetensors: was trained on another agent'
+    assert_refused(message, play_sokoban.read_plans, features, torch.nn.Linear(2, 2))
 
 
 def board_of(*rows):

@@ -238,7 +238,7 @@ def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monk
     scores = {(row['agent'], row['probe']) for row in report['scores']}
     assert scores == {(name, x) for name in ('lstm', ODD) for x in probe.PROBES}
     assert pandas.read_csv('out/probes.csv').seed.max() == 1
-    shapes = {'weight': [5, 8, 3, 3], 'bias': [5], 'threshold': []}
+    shapes = {'weight': [5, 8, 3, 3], 'bias': [5], 'threshold': [], 'agent': []}
     saved = read_tensors('out/probe_lstm.safetensors')
     assert {name: list(x.shape) for name, x in saved.items()} == shapes
 

@@ -69,6 +69,26 @@ def test_micro_batches_train_as_rows_that_are_read_alone(kind):
     torch.testing.assert_close(grads.buffer, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_reset_is_to_the_initial_state_of_the_model(monkeypatch):
+    """Which an edit may have made another one."""
+    model = make_model()
+
+    def init_state(B, real=model.init_state):
+        state = real(B)
+        return state._replace(s=state.s + torch.arange(32.0))
+
+    monkeypatch.setattr(model, 'init_state', init_state)
+    x, y = tokens(3, 8)
+    with torch.no_grad():
+        expected = 24 * model(x, y, init_state(3))[0].cross_entropy.item()
+    valid = Stream(model, 3, 8, 3)
+    for _ in range(2):
+        assert valid.score(x, y)[0].item() == pytest.approx(expected, rel=1e-5)
+    valid.state.s.zero_()
+    valid.reset(torch.tensor([0, 2]))
+    assert valid.state.s[:, 3].tolist() == [3, 0, 3]
+
+
 # ---- scores
 
 

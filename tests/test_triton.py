@@ -155,6 +155,7 @@ def test_loss():
     loss, _, d = kernels.slice_loss(logits, target, 0.25, None)
     assert abs(loss.item() - expected.item()) < 1e-4 * expected
     assert_close(d.double(), 0.25 * grad, 2e-5, size=max(0.25 * grad.norm().item(), 0.1))
+    assert kernels.slice_loss(logits, torch.tensor([0, -100, 2]), 1.0, None)[0].isnan()
 
 
 # ---- a form is for the code that it was written for ----

@@ -1,7 +1,7 @@
 """Study: which depth is best for a small Sokoban agent, with and without recurrence.
 
 Goal: ConvGLU agents on easy generated levels, L = 1, 2, 4 at one budget (4 experts of width 32),
-three seeds. Expected: returns between -2 and 2, all still climbing: 1.2M steps are few
+three seeds. Expected: returns between -3 and 5, most still climbing: 1.2M steps are few
 (paper/results/README.md). Hardware and time: two CPU cores, 18 runs of eight minutes, two at a
 time.
 
