@@ -98,7 +98,7 @@ dtype = 'auto'     # 'float32', 'bfloat16' (autocast; sokoban: convolutions), or
                    # the device is fast at it)
 device = 'auto'    # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
 threads = 0        # CPU threads; 0 = torch's choice
-out = ''           # JSON file; the table goes beside it as .md; '' = out/bench_DATE_TIME.json
+out = ''           # JSON file; the table goes beside it as .md; '' = out/bench_....json
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
@@ -441,9 +441,9 @@ def add_figures(row: dict, cell: Cell, world: int) -> None:
 
 
 def uses_kernels(cell: Cell, device: str) -> bool:
-    """Return whether a cell has kernels to leave out or to vary: decoding, recurrent training."""
-    is_one = cell.suite == 'decode' or cell.suite == 'train' and cell.model == 'recurrent'
-    return device.startswith('cuda') and is_one
+    """Return whether a cell runs Triton kernels: decoding and recurrent training do, on a GPU."""
+    has_any = cell.suite == 'decode' or (cell.suite, cell.model) == ('train', 'recurrent')
+    return has_any and device.startswith('cuda')
 
 
 def published(cell: Cell) -> dict[str, float | str]:

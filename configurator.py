@@ -201,8 +201,8 @@ class Settings(dict):
             report(f'{name} = {self[name]!r}  (from {source})')
 
     def show(self, report: Callable[[str], None] = print) -> None:
-        """Print the settings that differ from their defaults, and those to which the command line
-        gives an empty text, perhaps of a variable that is not set. report: prints a line."""
+        """Print the settings that differ from their defaults, and those that the command line sets
+        to an empty text, perhaps from an unset shell variable. report: prints a line."""
         for name, value in self.items():
             is_empty = self.from_command_line.get(name) == ''
             if is_empty or repr(value) != repr(self.defaults[name]):

@@ -329,7 +329,7 @@ class Agent(nn.Module, PublishedModel, pipeline_tag='reinforcement-learning'):
         sizes = metadata.get('model')
         if sizes is None:  # of a version before 0.4, which had all sizes as entries
             sizes = {name: metadata[name] for name in MODEL_SETTINGS if name in metadata}
-        return build_agent(AgentConfig(**{'arch': sizes['arch'], **sizes}))
+        return build_agent(AgentConfig(**{'arch': sizes['arch'], **sizes}))  # KeyError without one
 
     def entries(self) -> dict:
         """Return the entries of config.json that rebuild this agent."""

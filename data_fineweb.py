@@ -695,7 +695,7 @@ def download_shards(count: int, folder: str) -> dict:
     that the folder has, and return their description."""
     meta = open_meta(folder, tokenizer='gpt2', source=READY_MADE)
     n = max(count + 1, len(meta['shards']))
-    while os.path.exists(shard_path(folder, n)):  # of a download of more that was interrupted
+    while os.path.exists(shard_path(folder, n)):  # left by an interrupted download of more shards
         n += 1
     paths = [shard_path(folder, index) for index in range(n)]
     missing = [path for path in paths if not os.path.exists(path)]

@@ -188,8 +188,8 @@ def head_and_sample(
 
 
 def versions_of(model: LanguageModel) -> list[int]:
-    """Return the number of changes in place that torch has counted of each weight: none of those
-    by CUDA graphs, by `.data` or in inference mode."""
+    """Return torch's version counter of each weight. Changes in place increase it, except those by
+    CUDA graphs, through `.data` or in inference mode."""
     return [0 if p.is_inference() else p._version for p in model.parameters()]
 
 
@@ -354,7 +354,7 @@ def generate(
     default torch's generator. A text starts with the tokenizer's end-of-text token. Raises
     ValueError if a text is empty or n is negative.
 
-        model = LanguageModel.from_pretrained('PATH/pretrained/lm')  # PATH: of this file
+        model = LanguageModel.from_pretrained('PATH/pretrained/lm')  # PATH: this file's folder
         ids = torch.tensor([[255, *b'Fellow citizens']])  # of bytes; 255 starts a document
         print(bytes(generate(model, ids, 200, temperature=0.8)[0, 1:].tolist()))
     """

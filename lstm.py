@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import LanguageModel, Loss, ModelConfig, build_model
+from model import IGNORED, LanguageModel, Loss, ModelConfig, build_model
 from support.export import PublishedModel
 from support.run_folder import export_in, settings_of
 
@@ -61,7 +61,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         logits = F.linear(x, self.head, self.head_bias).float()  # (B, T, V)
         if targets is None:
             return logits, state
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         return Loss(loss, loss.detach()), state
 
     def fits_one_graph(self, state: tuple, T: int) -> bool:

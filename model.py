@@ -273,6 +273,8 @@ def head_input(s: Tensor, config: object) -> Tensor:
 
 # ---- head and loss -------------------------------------------------------------------------------
 
+# No target is ignored, not even torch's default of -100: means are over all tokens.
+IGNORED = torch.iinfo(torch.int64).min
 SOFTCAP = 15.0  # bound of the logits, see `softcap`
 # Logits in memory at a time: 64 MiB in fp32 on a CPU (and on Apple's GPUs), 512 MiB in bf16 on a
 # GPU.
@@ -297,9 +299,7 @@ def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Ten
     are those before the soft-cap (`scores`, after it, are what LanguageModel returns as logits);
     targets (N,); config: the model's, for settings of the objective."""
     scores = softcap(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-    # torch would leave targets of -100 out of the sum, but the caller divides by all: refuse them
-    nothing = torch.iinfo(torch.int64).min
-    cross_entropy = F.cross_entropy(scores, targets, ignore_index=nothing, reduction='sum')
+    cross_entropy = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction='sum')
     # Add terms that only training sees, such as a z-loss of the scores, here, summed over rows: the
     # caller divides by their number.
     objective = cross_entropy
@@ -875,7 +875,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def refuse_other_forward(model: LanguageModel) -> None:
     """Raise ValueError for a model whose class overrides the forward elsewhere: decode.py and
     tracing.py call the functions of this file instead."""
-    for name in ('forward', 'core', 'hidden', 'embed'):
+    for name in ('forward', 'core', 'hidden'):
         file = getattr(type(model), name).__module__
         if file != __name__:
             reason = f'is overridden in {file}, which decoding and traces would not follow'

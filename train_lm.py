@@ -390,7 +390,6 @@ def run(config: Settings, at_end: ExitStack) -> int:
         nats, tokens, size = totals.tolist()
         return nats / tokens, nats / math.log(2) / size
 
-    unit = 'byte' if tokenizer == 'bytes' else 'token'
     if eval_only:
         loss, bits = validate(val_x, val_y)
         n = val_streams * val_x.size(1)
@@ -444,7 +443,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # logged without a validation, by an earlier eval_interval
     in_use = sorted(model.overrides)
-    metadata['data_checksum'] = data_checksum(data_dir, tokenizer)
+    metadata['data_checksum'] = data_checksum(data_dir)
     folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
@@ -561,7 +560,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         def draw() -> None:
             from support.plots import plot_losses  # only here, because matplotlib imports slowly
 
-            plot_losses(out_dir, unit)
+            plot_losses(out_dir)
 
         ranks.attempt('loss.png', draw)
     ranks.leave_ranks()

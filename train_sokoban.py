@@ -435,12 +435,11 @@ def run(config: Settings, at_end: ExitStack) -> int:
             if name != source:  # two paths may have one name
                 name = f'{zlib.crc32(os.fsencode(source)):08x}-{name[-60:]}'
             path = os.path.join(out_dir, f'eval_{name}.json')
-            about = {'time_limit': time_limit, 'levels_crc': eval_crc}
-            former = read_json(path)
-            if any(former.get(key, x) != x for key, x in about.items()):  # it stays
-                checksum = zlib.crc32(repr(about).encode())
+            conditions, former = {'time_limit': time_limit, 'levels_crc': eval_crc}, read_json(path)
+            if any(former.get(key, x) != x for key, x in conditions.items()):  # keep that result
+                checksum = zlib.crc32(repr(conditions).encode())
                 path = os.path.join(out_dir, f'eval_{name}-{checksum:08x}.json')
-            record = {**metadata, **about, **result}
+            record = {**metadata, **conditions, **result}
             ranks.attempt(path, lambda: write_json(record, path))
         ranks.leave_ranks()
         return 0

@@ -67,8 +67,9 @@ class DeferredLinear(Linear):
         self.total = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        # x needs no gradient, as after x.detach(): y would need none either, and no hook would run
         if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
-            return linear(x, self.weight.to(self.w.dtype))  # as after x.detach(): no hook would run
+            return linear(x, self.weight.to(self.w.dtype))
         y = linear(x, self.w)
         if y.requires_grad and self.weight.requires_grad:
             # a list, so that the hook can drop x: autograd keeps the hook as long as y's graph
@@ -348,10 +349,10 @@ def run_tokens(
     T = len(z)
     caches = [ChunkCache(layout, *x, w.window) for w, x in zip(layers, kv.unbind(1), strict=True)]
     if torch.is_grad_enabled():
+        in_lists = [y for w in layers for x in w if isinstance(x, list | tuple) for y in x]
+        if any(isinstance(y, Linear | Tensor) for y in in_lists):
+            raise TypeError('LayerWeights has weights in a list: each must be a field')
         found = dict.fromkeys(x for w in layers for x in w if isinstance(x, DeferredLinear))
-        for x in (x for w in layers for x in w if isinstance(x, tuple | list)):
-            if any(isinstance(one, Linear | Tensor) for one in x):
-                raise TypeError('LayerWeights has weights in a list: each must be a field')
         linears = [x for x in found if x.weight.requires_grad]
         z, s = EmitWeightGrads.apply(linears, z, s, *(x.weight for x in linears))
     out = []

@@ -297,7 +297,7 @@ def scores_of(frame: DataFrame) -> DataFrame:
 
 
 def unit_of(frame: DataFrame) -> str:
-    """Return the unit of text of these runs: byte, token or both."""
+    """Return the unit of text of these runs: byte (and the end of a document), token or both."""
     is_bytes = frame['tokenizer'] == 'bytes' if 'tokenizer' in frame else Series([False])
     return 'byte' if is_bytes.all() else 'byte or token' if is_bytes.any() else 'token'
 
@@ -514,16 +514,16 @@ def main() -> None:
             for plan, n in counts[counts > 1].items():
                 print(f'{plan}: {n} {noun} have trained these runs, see runs.csv')
         for run in part[part['changed'] != ''].itertuples():
-            print(f'{run.folder} has not had its {run.changed} from the start')
+            print(f'{run.folder} changed {run.changed} when it resumed')
         is_judged = part[value_of(part)].notna()
         for folder in part['folder'][~is_judged]:
             print(f'left out: {folder}: its last {value_of(part)} is not a number')
+        print_other_differences(part[is_judged])
         tuned = (
             best_values(one) if is_tuned(one, args.figure) else one
             for _, one in part[is_judged].groupby('plan', sort=False)
         )
         part = pandas.concat(tuned, ignore_index=True)
-        print_other_differences(part)
         for name in [args.figure] if args.figure else fitting(part):
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
         plans = [(plan, one) for plan, one in part.groupby('plan') if not varied(one)]

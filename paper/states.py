@@ -255,7 +255,7 @@ def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame
             'prepare it again, leave the run out by --only, or, for a task of your own, see --help'
         )
         raise UserError(f'{run["folder"]}: {reason}: {advice}')
-    trained_on, found = run.get('data_checksum'), data_checksum(data_dir, 'bytes')
+    trained_on, found = run.get('data_checksum'), data_checksum(data_dir)
     if pandas.notna(trained_on) and found not in (None, trained_on):
         reason = f'was trained on another text than that in {data_dir}'
         raise UserError(f'{run["folder"]}: {reason}: leave the run out by --only')
@@ -281,9 +281,9 @@ def tracked(accuracies: Series) -> int:
 
 
 def name_lines(frame: DataFrame) -> Series:
-    """Return a name for each run, which finished runs that differ in their seed and text alone
-    share: kind, sizes and settings that differ, and the training data and the time of updates
-    alone, as means over seeds. An unfinished run has its `scored_step` in place of these."""
+    """Return the name of each run's line. Finished runs that differ in seed and text alone share
+    one: kind, sizes, settings that differ, and the mean training data and time of updates. The name
+    of an unfinished run ends in its `scored_step` instead."""
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame):
@@ -292,12 +292,11 @@ def name_lines(frame: DataFrame) -> Series:
     if frame['plan'].nunique() > 1:
         name = frame['plan'] + ': ' + name
     finished = frame['finished'].astype(bool)
-    cost = frame[finished].groupby(name[finished])[['last_tokens', 'seconds']].transform('mean')
-    size = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
-    size += cost['seconds'].map(' in {:.0f} s'.format)
-    return name + size.reindex(frame.index).fillna(
-        frame['scored_step'].map(', not finished, its model of update {}'.format)
-    )
+    cost = frame.groupby([name, finished])[['last_tokens', 'seconds']].transform('mean')
+    trained = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
+    trained += cost['seconds'].map(' in {:.0f} s'.format)
+    unfinished = frame['scored_step'].map(', not finished, its model of update {}'.format)
+    return name + trained.where(finished, unfinished)
 
 
 def tabulate(scores: DataFrame) -> DataFrame:
@@ -389,9 +388,9 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     of_run = found.drop_duplicates('folder').set_index('folder')[['task', 'step']]
     frame = frame.assign(scored_step=frame['folder'].map(of_run['step']))
     frame['line'] = name_lines(frame)
-    texts = frame['data_dir'].map(os.path.realpath).groupby(frame['folder'].map(of_run['task']))
-    if (texts.nunique() > 1).any():  # of one task
-        frame['line'] += ', data_dir = ' + frame['data_dir']
+    texts = frame['data_dir'].map(os.path.realpath)
+    if (texts.groupby(frame['folder'].map(of_run['task'])).nunique() > 1).any():
+        frame['line'] += ', data_dir = ' + texts.map(os.path.relpath)
     about = 'folder model plan kind n_layer n_expert n_embd seed line seconds'.split()
     about += ['device_name', 'commit']
     scores = frame[about].merge(found, on='folder')

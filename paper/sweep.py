@@ -207,7 +207,7 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
         return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
     if trained_on := saved.get('data_checksum'):
         folder = settings['data_dir']
-        if checksum_today(folder, saved['tokenizer']) not in (None, trained_on):
+        if checksum_today(folder) not in (None, trained_on):
             return f'has been trained on other shards than those in {folder}', 0.0, 0.0
     seconds = max((record.get('seconds') or 0.0 for record in log), default=0.0)
     step, last = log[-1]['step'] if log else 0, max(1, updates(settings))
@@ -228,8 +228,8 @@ def unfinished(runs: list[Run], out: Path) -> list[Run]:
 
 
 def changed_settings(saved: dict) -> list[str]:
-    """Return the settings that change results and that a run, by its config.json, had changed when
-    it resumed."""
+    """Return the settings that a run changed when it resumed, except those that change no results.
+    saved: its config.json."""
     changes = [name for start in saved.get('starts', []) for name in start.get('changes', {})]
     kept = (*NEUTRAL, *PER_CALL, *DATA, 'eval_interval', 'log_interval')
     return [name for name in dict.fromkeys(changes) if name not in kept]
@@ -244,7 +244,7 @@ def name_changed(runs: list[Run], out: Path) -> None:
     for run in runs:
         saved = settings_of(out / run.folder)
         if changed := changed_settings(saved):
-            warn(f'{out / run.folder} has not had its {", ".join(changed)} from the start')
+            warn(f'{out / run.folder} changed {", ".join(changed)} when it resumed')
         starts = saved.get('starts', [])
         found = {start.get('code', {}).get('checksum') for start in starts} - {None}
         n += bool(found - {today(run.script)})
@@ -271,10 +271,11 @@ def list_runs(runs: list[Run], args: argparse.Namespace) -> None:
     form = '{:>3}  {:15} {:>8} {:>8} {:>8}  {}'
     print(form.format('run', 'state', 'layers', 'layers/W', 'training', 'command'))
     for i, run in enumerate(runs):
-        numbers = [*map('{:.2e}'.format, cost(run))]
-        numbers.insert(1, f'{cost(run).layers / run.W:.2f}' if run.W else '')
-        if full_settings(run).get('init_from'):
-            numbers = ['', '', '']  # the sizes are those of the weights
+        numbers = ['', '', '']  # with init_from, the sizes are those of the weights
+        if not full_settings(run).get('init_from'):
+            layers, training = cost(run)
+            ratio = f'{layers / run.W:.2f}' if run.W else ''
+            numbers = [f'{layers:.2e}', ratio, f'{training:.2e}']
         line = shlex.join(['python', *command_of(run, args)[1:]])
         if (ROOT / run.script).parent != ROOT:  # Python would not find this project's modules
             line = f'PYTHONPATH={shlex.quote(os.path.relpath(ROOT))} {line}'

@@ -192,14 +192,14 @@ def fingerprint(paths: list[str]) -> list[list[str | int]]:
     return found
 
 
-def data_checksum(data_dir: str, tokenizer: str) -> int | None:
+def data_checksum(data_dir: str) -> int | None:
     """Return a checksum of the fingerprint of a folder's shards, or None if it has none to train
     on. The config.json of a run keeps it, so that a finished run counts for its own data only."""
     try:
-        shards = [find_shards(data_dir, split, tokenizer) for split in ('train', 'val')]
+        shards = [*find_shards(data_dir, 'train'), *find_shards(data_dir, 'val')]
     except UserError:
         return None
-    return zlib.crc32(repr(fingerprint(sum(shards, []))).encode())
+    return zlib.crc32(repr(fingerprint(shards)).encode())
 
 
 # ---- loaders ----

@@ -67,7 +67,8 @@ def chart(
     points['error'] = points[bars] if bars else math.nan
     base = base_of(points[y], points['error'].fillna(0)) if has_names else 0
     looks = points.drop_duplicates('line').set_index('line')['color']
-    lines = sorted(looks.index, key=lambda line: list(map(float, re.findall('= ([0-9.]+)', line))))
+    sizes = {line: re.findall(r'= (\d+\.?\d*)', line) for line in looks.index}
+    lines = sorted(sizes, key=lambda line: list(map(float, sizes[line])))
     lines.sort(key=lambda line: line == reference)
     colors = list(looks[lines].unique())
     panels, usual = points.groupby('panel', sort=False), points['n'].mode().max()
@@ -180,10 +181,10 @@ def draw_run(folder: Path, name: str, x: str, curves: dict, labels: tuple[str, s
     save_figure(figure, pathlib.Path(folder, name))
 
 
-def plot_losses(folder: Path, unit: str) -> None:
-    """Draw the losses of a language model as folder/loss.png. unit: 'token' or 'byte'."""
+def plot_losses(folder: Path) -> None:
+    """Draw the losses of a language model as folder/loss.png."""
     curves = {'train_loss': ('', 'training', '-'), 'val_loss': ('', 'validation', '-')}
-    labels = f'training {unit}s (millions)', f'loss (nats per {unit})'
+    labels = 'training tokens (millions)', 'loss (nats per token)'
     draw_run(folder, 'loss.png', 'tokens', curves, labels)
 
 

@@ -405,8 +405,9 @@ class RunFolder:
             self.is_copy = metadata.get('run_folder', home) != home
         if config.from_files:
             print0(f'{path}: has the settings of the run; the config files are ignored')
-        last = settings_of(self.path).get('starts', [])[len(metadata.get('starts', [])) :]
-        lost = {k: x for start in last for k, x in start.get('changes', {}).items()}
+        starts = [] if config['eval_only'] else settings_of(self.path).get('starts', [])
+        later = starts[len(metadata.get('starts', [])) :]
+        lost = {k: x for start in later for k, x in start.get('changes', {}).items()}
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             old = before.get(name, config.defaults[name])  # the script may be newer than the run
@@ -420,7 +421,8 @@ class RunFolder:
                 print0(f'{name} = {value!r}  (the run had {old!r})')
                 changes[name] = value
             elif name in lost and name not in config.from_command_line:
-                print0(f'{name} = {old!r}  (not {lost[name]!r}, of a start that saved nothing)')
+                reason = 'as in a later start that this checkpoint does not have'
+                print0(f'{name} = {old!r}  (not {lost[name]!r}, {reason})')
             with restoring(path):
                 config[name] = convert(value, config.defaults[name])
         self.warn_of_threads()

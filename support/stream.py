@@ -119,12 +119,9 @@ class Stream:
         if not self.state:
             return
         with self.autocast:
-            initial = self.model.init_state(1)
+            initial = self.model.init_state(1 if rows is None else len(rows))
         for t, x, dim in zip(self.state, initial, self.dims, strict=True):
-            if rows is None:
-                t.copy_(x)
-            else:
-                t.index_copy_(dim, rows, x.expand(*t.shape[:dim], len(rows), *t.shape[dim + 1 :]))
+            t.copy_(x) if rows is None else t.index_copy_(dim, rows, x)
 
     # ---- chunks
 

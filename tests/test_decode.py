@@ -299,7 +299,7 @@ def test_a_class_that_overrides_the_forward_is_refused(use):
         use(model)
 
 
-def test_readmes_lines_generate_a_text_from_another_folder(tmp_path):
+def test_a_notebook_in_another_folder_generates_a_text(tmp_path):
     (tmp_path / 'notebook.py').write_text(f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import torch

@@ -342,13 +342,20 @@ def test_settings_that_go_with_the_size_or_changed_midway_are_named(tmp_path, mo
     write_lm(tmp_path / 'b', 3.0, n_layer=2, seed=1, dtype='float32')
     main(monkeypatch, tmp_path)
     printed = capsys.readouterr().out
-    assert f'{tmp_path / "a"} has not had its max_iters from the start\n' in printed
+    assert f'{tmp_path / "a"} changed max_iters when it resumed\n' in printed
     assert ', recurrent: runs of different sizes also differ in dtype\n' in printed
+    for L, seed, rate in itertools.product((1, 2), (1, 2), (0.1, 0.2)):
+        settings = {'n_layer': L, 'seed': seed, 'learning_rate': rate}
+        write_lm(tmp_path / 'tuned' / f'{L}{seed}{rate}', L * rate + (L == 1) / rate, **settings)
+    main(monkeypatch, tmp_path / 'tuned')
+    printed = capsys.readouterr().out
+    assert 'learning_rate = 0.1, the best' in printed and 'learning_rate = 0.2, the best' in printed
+    assert 'also differ' not in printed
 
 
 def test_a_long_line_has_a_band_of_errors():
     points = [
-        {'panel': '', 'line': f'L = {L}', 'x': x, 'y': L * x, 'std': 1.0}
+        {'panel': '', 'line': f'L = {L}, init_from = ../a', 'x': x, 'y': L * x, 'std': 1.0}
         for L in (16, 2)
         for x in range(60)
     ]
@@ -357,7 +364,7 @@ def test_a_long_line_has_a_band_of_errors():
     assert band.get_datalim(figure.axes[0].transData).bounds[1] == -1
     assert figure.get_suptitle() == 'title; ± one standard deviation'
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ['L = 2', 'L = 16']
+    assert names == ['L = 2, init_from = ../a', 'L = 16, init_from = ../a']
 
 
 @pytest.mark.parametrize('name', ['short', 20 * 'long '])
@@ -422,7 +429,7 @@ def test_a_learning_rate_that_is_the_only_axis_is_drawn(tmp_path, monkeypatch, c
 def test_the_backend_of_a_notebook_stops_nothing(tmp_path, backend):
     """MPLBACKEND may come from a notebook of another environment, or from an old matplotlib."""
     write_lm(tmp_path, 2.0, 1.0)
-    code = f'from support import plots; plots.plot_losses({str(tmp_path)!r}, "byte")'
+    code = f'from support import plots; plots.plot_losses({str(tmp_path)!r})'
     output_of(start(['-c', code], env=os.environ | {'MPLBACKEND': backend}))
     assert Image.open(tmp_path / 'loss.png').width > 500
 

@@ -143,7 +143,10 @@ def test_changes_of_a_start_that_saved_nothing_are_named(tmp_path, capsys):
     capsys.readouterr()
     assert open_folder(tmp_path, resume=True, betas=(0.5, 0.5)).config['max_iters'] != 30
     printed = capsys.readouterr().out
-    assert '  (not 30, of a start that saved nothing)' in printed and printed.count('(not') == 1
+    assert (
+        '  (not 30, as in a later start that this checkpoint does not have)' in printed
+        and printed.count('(not') == 1
+    )
 
 
 def test_another_version_of_the_trainer_resumes_a_run_and_another_trainer_does_not(tmp_path):
@@ -650,7 +653,7 @@ def test_pictures_of_a_run_show_training_and_evaluation(tmp_path, monkeypatch):
     (tmp_path / 'log.jsonl').write_text(json.dumps(record))
     figures = []
     monkeypatch.setattr(plots, 'save_figure', lambda figure, path: figures.append(figure))
-    plots.plot_losses(tmp_path, 'byte')
+    plots.plot_losses(tmp_path)
     plots.plot_returns(tmp_path)
     all_axes = [axes for figure in figures for axes in figure.axes]
     curves = [[line.get_xydata().tolist() for line in axes.lines] for axes in all_axes]

@@ -333,6 +333,7 @@ def test_seeds_that_have_not_finished_are_kept_apart(trained_states):
     frame.loc[frame['seed'] == 2, 'finished'] = False
     names = states.name_lines(frame)
     is_unfinished = names.str.endswith(', not finished, its model of update 0')
+    assert states.name_lines(frame[~frame['finished']]).to_list() == names[is_unfinished].to_list()
     assert names.nunique() == 4 and (is_unfinished == ~frame['finished']).all()
 
 
@@ -344,7 +345,7 @@ def test_a_run_has_the_step_of_its_model_and_a_line_for_its_text(
     run = tmp_path / 'run'
     shutil.copytree(trained_states / 'states/recurrent', run)
     record = json.loads((run / 'config.json').read_text())
-    checksum = data_checksum(tmp_path / 'data', 'bytes')
+    checksum = data_checksum(tmp_path / 'data')
     record |= {'data_dir': str(tmp_path / 'data'), 'data_checksum': checksum}
     (run / 'config.json').write_text(json.dumps(record))
     best = json.loads((run / 'best/config.json').read_text())
