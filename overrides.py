@@ -54,8 +54,8 @@ def find_in_memory(
     while True:
         try:
             return find_agreeing(make_trial(B), names)
-        except torch.OutOfMemoryError:  # in fp32 a trial may take more than training does
-            if B == 1:
+        except RuntimeError as error:  # in fp32 a trial may take more memory than training does
+            if B == 1 or not ranks.out_of_memory(error):
                 raise
         ranks.release_memory()
         B //= 2
@@ -89,9 +89,9 @@ def find_agreeing(trial: Callable, names: Iterable[str]) -> tuple[frozenset, lis
         else:
             try:
                 errors = errors_with(agreeing | {name})
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # noqa: BLE001  an override must never end a run
+                if ranks.out_of_memory(error):
+                    raise
                 reason = first_line(error)
             else:
                 if (plain.isfinite() & (errors <= 3 * plain + 1e-3)).all():

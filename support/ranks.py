@@ -25,7 +25,9 @@ from support.compiling import fused
 if tuple(map(int, torch.__version__.split('.')[:2])) < (2, 11):  # no earlier version was tried
     raise ImportError(f'torch {torch.__version__} is too old: 2.11 or later is needed')
 
-TIMEOUT = datetime.timedelta(minutes=10)  # for a rank that does not answer
+TIMEOUT = datetime.timedelta(minutes=10)  # until all ranks have met
+# For a rank that does not answer: rank 0 may write a checkpoint of 50 GB while the others validate.
+TIMEOUT_OF_RUN = datetime.timedelta(minutes=60)
 # Parts of the messages of torch's RuntimeErrors after a failed allocation in host memory.
 ALLOCATION_FAILED = (
     'DefaultCPUAllocator',
@@ -34,6 +36,8 @@ ALLOCATION_FAILED = (
     'Storage size calculation over',
     'integer multiplication overflow',
 )
+# Parts of those after one in GPU memory outside of torch's allocator, by the driver or a compiler.
+GPU_FULL = ('out of memory', 'OutOfMemoryError', 'ALLOC_FAILED')
 # What tells generations of processors apart, by its name in /proc/cpuinfo (x86, then ARM).
 GENERATION = {
     'family': 'cpu family',
@@ -113,8 +117,15 @@ def join_ranks(device: str, threads: int) -> tuple[int, int, str]:
         # With a device, NCCL starts here, and barriers do not have to guess it.
         bound = torch.device(device) if device.startswith('cuda') else None
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=bound
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT_OF_RUN,
+            device_id=bound,
         )
+        if not agree(bf16_is_fast(device)):
+            raise UserError('only some of the ranks are fast at bfloat16: use devices of one kind')
     return rank, world, device
 
 
@@ -327,6 +338,8 @@ def out_of_memory(error: BaseException) -> str:
         return 'GPU memory'
     if isinstance(error, MemoryError):
         return 'memory'
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in GPU_FULL):
+        return 'GPU memory'
     if isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATION_FAILED):
         return 'memory'
     return ''

@@ -54,6 +54,8 @@ from support.values import convert
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.lock'  # locked by filelock while a run uses the folder, and names its process
+# What torchrun and Slurm set in the environment of a job that they start again.
+RESTARTS = ('TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT')
 # FLOP/s of dense bf16 by (a part of) the GPU's name; the first that matches counts.
 PEAK_FLOPS = {
     'H100 PCIe': 756e12,
@@ -314,6 +316,10 @@ class RunFolder:
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:
             raise UserError('--resume and --overwrite exclude each other: choose one')
+        restarts = [os.environ.get(name, '0') for name in RESTARTS]
+        if config['overwrite'] and has_run and any(x != '0' for x in restarts):
+            reason = 'a restarted job would remove what it has trained'
+            raise UserError(f'{self.path}: --overwrite=True: {reason}: give --resume=auto')
         if not config['eval_only']:
             self.check(resume, has_run)
             if self.rank == 0:
@@ -370,6 +376,8 @@ class RunFolder:
         except filelock.Timeout:
             holder = ' on '.join(path.read_text(errors='replace').split()[:2])
             advice = 'wait for its end, stop it, or choose another out_dir'
+            if not isinstance(self.file_lock, filelock.UnixFileLock):  # the disk has no flock
+                advice += f'; if it was killed, delete {path}'
             raise UserError(
                 f'{self.path}: another run is using it (process {holder}): {advice}'
             ) from None

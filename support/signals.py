@@ -9,7 +9,8 @@ import time
 from support.script import under_torchrun
 
 # Signals that ask a program to stop. A closed terminal sends SIGHUP (not under nohup), and batch
-# systems one of the last three, some minutes before they kill a job.
+# systems one of the last three, some minutes before they kill a job. (torchrun passes these on only
+# with --signals-to-handle.)
 MUST_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_SIGNALS = (*MUST_STOP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 

@@ -122,7 +122,7 @@ def hosts():
 # train_lm.py with a short time limit for messages between ranks
 IMPATIENT = """import datetime, runpy, sys
 from support import ranks
-ranks.TIMEOUT = datetime.timedelta(seconds=15)
+ranks.TIMEOUT = ranks.TIMEOUT_OF_RUN = datetime.timedelta(seconds=15)
 runpy.run_path('train_lm.py', run_name='__main__')
 """
 

@@ -160,6 +160,8 @@ def test_errors_that_end_a_script_are_one_line_and_others_keep_their_traceback()
     lost = torch.distributed.DistNetworkError('reset')
     out_of_memory = torch.OutOfMemoryError('of 80 GB')
     assert_refused('^out of GPU memory: a smaller model .* of 80 GB', main, out_of_memory)
+    for text in ('Triton Error [CUDA]: out of memory', 'cuBLAS: CUBLAS_STATUS_ALLOC_FAILED'):
+        assert_refused('^out of GPU memory: a smaller', main, RuntimeError(text))
     assert_refused('^out of memory: a smaller model', main, MemoryError())
     assert_refused('another rank died', main, lost)
     with pytest.raises(RuntimeError, match='shapes'):

@@ -321,6 +321,16 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_pat
     assert log_of(tmp_path) == []
 
 
+@pytest.mark.parametrize('name', ['TORCHELASTIC_RESTART_COUNT', 'SLURM_RESTART_COUNT'])
+def test_a_restarted_job_does_not_replace_what_it_has_trained(tmp_path, monkeypatch, name):
+    train(tmp_path)
+    monkeypatch.setenv(name, '1')
+    message = 'a restarted job would remove what it has trained: give --resume=auto'
+    assert_refused(message, open_folder, tmp_path, overwrite=True)
+    monkeypatch.setenv(name, '0')
+    open_folder(tmp_path, overwrite=True)
+
+
 def test_a_run_without_a_checkpoint_is_replaced_or_started_by_auto(tmp_path):
     train(tmp_path, saves=())
     assert_refused('holds a run without a checkpoint: replace it', open_folder, tmp_path)
