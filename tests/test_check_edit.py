@@ -225,8 +225,8 @@ EDITS = {
         changes=[
             (
                 'model.py',
-                "F.cross_entropy(scores, targets, reduction='sum')",
-                "F.cross_entropy(scores, targets, reduction='sum', label_smoothing=0.1)",
+                "ignore_index=IGNORED, reduction='sum')",
+                "ignore_index=IGNORED, reduction='sum', label_smoothing=0.1)",
             ),
         ],
         wrong=in_dtypes(
@@ -314,6 +314,12 @@ FROZEN = '        self.embedding = nn.Parameter(torch.randn(config.vocab_size, c
 BRANCH = '            s = s + a if is_shared else a\n'
 BIAS = '        self.bias = nn.ParameterList(torch.zeros(E, 2, D) for _ in range(L))\n'
 RIGHT = {
+    'a norm in float32': Edit(
+        part='nonrecurrent-lm',
+        stage='training',
+        changes=[('model.py', '    return norm(s)\n', '    return norm(s.float()).to(s.dtype)\n')],
+        wrong=set(),
+    ),
     'a frozen embedding': Edit(
         part='recurrent-lm',
         stage='training',
@@ -397,6 +403,7 @@ def test_settings_that_change_nothing_or_were_not_given_are_named(tmp_path):
     status, printed = run_check_edit(tmp_path, *options)
     end = printed.partition('all modes agree, but this was not checked:\n')[2]
     assert status == 0 and end.splitlines() == [
+        'recurrent-lm: the LSTM is not checked, --arch=lstm does that',
         'recurrent-lm, settings: --router_dim=9 changes nothing',
         'n_loop is new, but was not given: try another value, --n_loop=...',
         'data_states.py has changed, and nothing here runs it',
