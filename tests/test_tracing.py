@@ -18,7 +18,8 @@ both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
 @both_models
 @torch.no_grad()
 def test_the_trace_leads_to_the_logits(model_type):
-    model, x = make(model_type, window=3, aggregation='softmax_l2', share_kv=False), tokens(2, 7)
+    sizes = {'window': 3, 'share_kv': not model_type.recurrent}
+    model, x = make(model_type, aggregation='softmax_l2', **sizes), tokens(2, 7)
     logits, _ = model(x, state=model.init_state(2))
     s = rms_norm(trace(model, x).s[-1])
     assert_close(15 * torch.tanh(s @ model.head.T / 15), logits)
