@@ -8,7 +8,7 @@ the highest that was tried, the next one is tried, too, by a factor of two.
 
     python data_states.py
     python -m paper.sweep states-rates --run --workers=2
-    python -m paper.sweep states-rates --run --workers=2 --vary=max_iters=60 \\
+    python -m paper.sweep states-rates --run --vary=max_iters=60 \\
         --only="learning_rate == 0.02 or baseline_lr == 0.016"
     python -m paper.studies.states_rates out/states-rates
 
