@@ -111,6 +111,7 @@ MODES = (
     *('plain', 'eager', 'compiled', 'no_attention', 'no_experts', 'no_loss', 'no_overrides'),
     *('try_tile', 'try_stores', 'try_split'),
 )
+ALWAYS = MODES[:3]  # the others are about kernels
 # The paper's shapes; it trains no recurrent model of 16 layers.
 SHAPES = {'train': ((1, 16), (2, 8), (4, 4), (8, 2))}
 SHAPES['decode'] = (*SHAPES['train'], (16, 1))
@@ -550,8 +551,8 @@ def main() -> int:
     # On a GPU the memory must hold one mode at a time only.
     groups = [chosen] if on_cpu else [[mode] for mode in chosen]
     cells = [cell for name in ([suite] if suite else SHAPES) for cell in find_cells(name)]
-    if not (set(chosen) <= set(MODES[:3]) or any(uses_kernels(cell, device_) for cell in cells)):
-        reason = f'nothing measured here uses kernels: expected some of {", ".join(MODES[:3])}'
+    if not (set(chosen) <= set(ALWAYS) or any(uses_kernels(cell, device_) for cell in cells)):
+        reason = f'nothing measured here uses kernels: expected some of {", ".join(ALWAYS)}'
         raise UserError(f'modes = {modes!r}: {reason}')
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -563,7 +564,7 @@ def main() -> int:
     for i, cell in enumerate(cells):
         rows, sizes = [], ' '.join(map(str, cell))
         for group in groups:
-            if group[0] not in MODES[:3] and not uses_kernels(cell, device_):
+            if group[0] not in ALWAYS and not uses_kernels(cell, device_):
                 continue
             measured = measure(cell, group, machine)
             rows += measured

@@ -146,7 +146,7 @@ NOTE = 'NOTE '  # main repeats the lines that start so
 # What the logs and checkpoints of equal runs need not share.
 TIMES = {'ms', 'tokens_per_s', 'env_steps_per_s', 'seconds', 'val_seconds', 'logged_seconds'}
 TIMES |= {'config', 'metadata'}
-TIME = re.compile('_(ms|s|seconds|time)$')  # of what an edit logs
+TIME_OF_EDIT = re.compile('_(ms|s|seconds|time)$')  # names of times that an edit logs
 
 
 class Precision(NamedTuple):
@@ -702,7 +702,7 @@ def losses_of_head(script: str, arguments: list[str], data: tuple[str, ...]) -> 
 def unequal(a: object, b: object, name: str = '') -> list[str]:
     """Return the names of what differs in two logs, checkpoints or models, but for times."""
     if isinstance(a, dict) and isinstance(b, dict):
-        names = [key for key in {**a, **b} if key not in TIMES and not TIME.search(str(key))]
+        names = [x for x in {**a, **b} if x not in TIMES and not TIME_OF_EDIT.search(str(x))]
         return [x for key in names for x in unequal(a.get(key), b.get(key), f'{name} {key}')]
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         pairs = enumerate(zip(a, b, strict=True))
@@ -924,7 +924,8 @@ def check_part(edit: list[str]) -> int:
     )
     known = Script(trainer.__file__).defaults
     edit = [x for x in edit if setting_of(x) in known]
-    is_checked, archs = False, choose_archs(trainer, recurrent, edit)
+    is_checked = False
+    archs = choose_archs(trainer, recurrent, edit)
     if trainer is train_lm and recurrent and archs == ['experts']:
         print(f'{NOTE}{part}: the LSTM is not checked, --arch=lstm does that')
     for arch in archs:

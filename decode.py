@@ -215,7 +215,7 @@ class Decoder:
         refuse_other_forward(model)
         if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             settings = f'temperature = {temperature}, top_k = {top_k}, top_p = {top_p}'
-            raise ValueError(f'{settings}: expected at least 0, at least 0, and above 0 up to 1')
+            raise ValueError(f'{settings}: expected at least 0, and top_p above 0 and at most 1')
         c = model.config
         device = model.embedding.device
         state_dtype = model.embedding.dtype  # of everything but matrix products

@@ -31,7 +31,7 @@ from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
 from support.export import initialize_from, load_weights, refuse_unknown_sizes
-from support.loader import Loader, data_checksum, find_shards, fingerprint, load_val
+from support.loader import Loader, checksum_of, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
 from support.random_states import gather_random_states, restore_random_states
@@ -443,7 +443,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # logged without a validation, by an earlier eval_interval
     in_use = sorted(model.overrides)
-    metadata['data_checksum'] = data_checksum(data_dir)
+    metadata['data_checksum'] = checksum_of(shards)
     folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag

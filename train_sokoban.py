@@ -435,7 +435,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
             if name != source:  # two paths may have one name
                 name = f'{zlib.crc32(os.fsencode(source)):08x}-{name[-60:]}'
             path = os.path.join(out_dir, f'eval_{name}.json')
-            conditions, former = {'time_limit': time_limit, 'levels_crc': eval_crc}, read_json(path)
+            conditions = {'time_limit': time_limit, 'levels_crc': eval_crc}
+            former = read_json(path)
             if any(former.get(key, x) != x for key, x in conditions.items()):  # keep that result
                 checksum = zlib.crc32(repr(conditions).encode())
                 path = os.path.join(out_dir, f'eval_{name}-{checksum:08x}.json')

@@ -192,14 +192,19 @@ def fingerprint(paths: list[str]) -> list[list[str | int]]:
     return found
 
 
+def checksum_of(shards: list[list[str | int]]) -> int:
+    """Return a checksum of a fingerprint, of training shards and then validation shards. The
+    config.json of a run keeps it, so that a finished run counts for its own data only."""
+    return zlib.crc32(repr(shards).encode())
+
+
 def data_checksum(data_dir: str) -> int | None:
-    """Return a checksum of the fingerprint of a folder's shards, or None if it has none to train
-    on. The config.json of a run keeps it, so that a finished run counts for its own data only."""
+    """Return the checksum of a folder's shards today, or None if it has none to train on."""
     try:
         shards = [*find_shards(data_dir, 'train'), *find_shards(data_dir, 'val')]
     except UserError:
         return None
-    return zlib.crc32(repr(fingerprint(shards)).encode())
+    return checksum_of(fingerprint(shards))
 
 
 # ---- loaders ----

@@ -16,11 +16,13 @@ torch.optim.Muon(adjust_lr_fn='original'). The differences are that
 import math
 from typing import NamedTuple
 
+from support.script import UserError
+
 import torch
 import torch.distributed as dist
 
 from support.compiling import fused
-from support.ranks import bf16_is_fast
+from support.ranks import agree, bf16_is_fast
 
 # a, b, c of the quintic a x + b x^3 + c x^5, from Jordan's post: they have the steepest slope at 0
 # for which iterating maps singular values in (0, 1] to about [0.7, 1.2].
@@ -58,7 +60,11 @@ class Muon(torch.optim.Optimizer):
     either is zero. The state is 'momentum_buffer', of the parameter's shape and dtype."""
 
     def __init__(self, params, lr=0.02, momentum=0.95, weight_decay=0.01):
+        """Raises UserError if the ranks would exchange matrices of different dtypes."""
         super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
+        devices = {p.device for group in self.param_groups for p in group['params']}
+        if not agree(*map(bf16_is_fast, devices)):
+            raise UserError('only some of the ranks are fast at bfloat16: use devices of one kind')
 
     @torch.no_grad()
     def step(self) -> None:

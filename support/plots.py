@@ -67,8 +67,8 @@ def chart(
     points['error'] = points[bars] if bars else math.nan
     base = base_of(points[y], points['error'].fillna(0)) if has_names else 0
     looks = points.drop_duplicates('line').set_index('line')['color']
-    sizes = {line: re.findall(r'= (\d+\.?\d*)', line) for line in looks.index}
-    lines = sorted(sizes, key=lambda line: list(map(float, sizes[line])))
+    numbers = {line: re.findall(r'= (\d+\.?\d*)', line) for line in looks.index}
+    lines = sorted(numbers, key=lambda line: [float(x) for x in numbers[line]])
     lines.sort(key=lambda line: line == reference)
     colors = list(looks[lines].unique())
     panels, usual = points.groupby('panel', sort=False), points['n'].mode().max()

@@ -224,7 +224,8 @@ def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
 def load_export(folder: Path, names: Iterable[str] = ()) -> tuple[dict, pathlib.Path]:
     """Return an export in the form of a checkpoint, with 'config', 'model', 'entries' and 'step',
     and the path of its weights. names: as in sizes_in. Raises UserError."""
-    path, config = pathlib.Path(folder, WEIGHTS), sizes_in(folder, names)
+    path = pathlib.Path(folder, WEIGHTS)
+    config = sizes_in(folder, names)
     saved = {'config': config, 'model': read_tensors(path), 'entries': read_metadata(path.parent)}
     return {**saved, 'step': config.get('step') or 0}, path
 
@@ -316,10 +317,6 @@ class RunFolder:
         resume = config['resume'] is True or (config['resume'] == 'auto' and has_run)
         if config['resume'] and config['overwrite']:
             raise UserError('--resume and --overwrite exclude each other: choose one')
-        restarts = [os.environ.get(name, '0') for name in RESTARTS]
-        if config['overwrite'] and has_run and any(x != '0' for x in restarts):
-            reason = 'a restarted job would remove what it has trained'
-            raise UserError(f'{self.path}: --overwrite=True: {reason}: give --resume=auto')
         if not config['eval_only']:
             self.check(resume, has_run)
             if self.rank == 0:
@@ -348,6 +345,9 @@ class RunFolder:
             advice = 'choose another out_dir, or move it away'
             raise UserError(f'{self.path}: holds {written[0].name}, which no run wrote: {advice}')
         if self.config['overwrite']:
+            if has_run and any(os.environ.get(name, '0') != '0' for name in RESTARTS):
+                reason = 'a restarted job would remove what it has trained'
+                raise UserError(f'{self.path}: --overwrite=True: {reason}: give --resume=auto')
             return
         for path in (self.path / LAST, self.path / BEST):
             if not path.resolve().parent.exists() and path.is_symlink():
