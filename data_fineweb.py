@@ -58,7 +58,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from configurator import configure
+from configurator import Settings, configure
 from support.script import UserError, first_line, run_script
 
 import filelock
@@ -720,11 +720,11 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
     """Return the command that trains on these shards: the paper's small run if there are enough
     tokens, else the small model of config/demo.py, with fewer rows if the shards are that small."""
     settings = {'data_dir': folder, 'out_dir': os.path.join('out', os.path.basename(folder))}
-    if tokenizer != 'bytes' and sum(train) >= 10**8 and val > 10_485_760:
-        config = 'small_L2'
-    else:
-        config = 'demo'
+    is_large = sum(train) >= 10**8 and min(train) >= 2048 * 65 and val > 10_485_760
+    config = 'small_L2' if tokenizer != 'bytes' and is_large else 'demo'
+    if config == 'demo' or tokenizer != 'gpt2':
         settings['tokenizer'] = tokenizer
+    if config == 'demo':
         if min(train) < 64 * 33:  # 64 rows of 32 tokens and a last target
             settings['tokens_per_step'] = min(train) // 33 * 32
         if val <= 32768:
@@ -783,13 +783,28 @@ def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = No
     print(f'train on it: {training_command(folder, tokenizer, val, train)}')
 
 
+def refuse_unused(config: Settings, has_function: bool) -> None:
+    """Raise UserError if the user has set an option that the source does not read. has_function:
+    whether a function yields the documents."""
+    local = config['text'] or has_function
+    sized = not config['pretokenized']
+    read = {'shuffle_seed': local, 'shard_tokens': sized, 'val_tokens': sized}
+    read |= dict.fromkeys(['shards', 'subset', 'split', 'revision'], config['dataset'])
+    for name, is_read in read.items():
+        if name in config.set_by_user and not is_read:
+            reason = 'this source does not read it: leave it out'
+            raise UserError(f'{name} = {config[name]!r}: {reason}')
+
+
 @explain_errors('--shuffle_seed holds all text in memory: leave it out')
 def main(documents: Callable[[], Iterable[str]] | None = None) -> None:
     if documents is not None and not inspect.isfunction(documents):
         raise UserError(
             f'main({documents!r}): takes a function without arguments that yields texts'
         )
-    make_shards(configure(globals()), documents)
+    config = configure(globals())
+    refuse_unused(config, documents is not None)
+    make_shards(config, documents)
 
 
 if __name__ == '__main__':

@@ -8,8 +8,8 @@ lead. train_lm.py learns it like any other text, and paper/states.py scores it.
 The text consists of chains: some moves, '=', the arrangement to which they lead from the one before
 them, and a blank. With S5, whose x swaps the first two letters and whose r moves the first to the
 end, 'xrrx=dceba rx=ecbad ' may follow upon 'abcde '. A model can only guess the moves, and how many
-there are. So no loss is below the entropy of the text, which is printed; what a model can learn is
-the arrangement.
+there are. So no loss is below the entropy of the text, which is printed, except by chance. What a
+model can learn is the arrangement.
 
 Short chains recur in a long text, but of the possible chains of 16 moves and more an eighth, chosen
 by a hash of the moves, is held out: the validation shard and the test text of paper/states.py take
@@ -174,14 +174,17 @@ def make_shards(config: dict) -> None:
     print(f'{folder}: {sizes[1]:,} training bytes, {sizes[0]:,} validation bytes')
     print(f'they start with {make_text(config, 80, TRAIN).tobytes().decode()} ...')
     floor = entropy(pair, shares_of_counts(config['most_moves'], config['lengths']))
-    print(f'entropy of the text: {floor:.4f} nats per byte; no loss is below it')
+    print(f'entropy of the text: {floor:.4f} nats per byte; no loss is below it, except by chance')
     print('train with and without recurrence, and compare:')
     out = os.path.join('out', os.path.basename(folder))
+    project = os.path.relpath(os.path.dirname(__file__))  # seen from the current folder
+    files = [f'{project}/{x}' for x in ('train_lm.py', 'config/states', 'paper/states.py')]
+    trainer, config_file, scorer = map(os.path.normpath, files)
     for kind in ('', '_nonrecurrent'):
         run = os.path.join(out, kind.strip('_') or 'recurrent')
         flags = [f'--data_dir={folder}', f'--out_dir={run}']
-        print('  ' + shlex.join(['python', 'train_lm.py', f'config/states{kind}.py', *flags]))
-    print('  ' + shlex.join(['python', '-m', 'paper.states', out]))
+        print('  ' + shlex.join(['python', trainer, f'{config_file}{kind}.py', *flags]))
+    print('  ' + shlex.join(['python', scorer, out]))
 
 
 def main() -> None:

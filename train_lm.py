@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 
 from configurator import Settings, configure
 from support.script import UserError, print0, run_script, warn
@@ -310,11 +311,17 @@ def run(config: Settings, at_end: ExitStack) -> int:
         if batch_size and B % batch_size:
             raise UserError(f'batch_size = {batch_size}: must divide the {B} rows of each rank')
         train_shards = find_shards(data_dir, 'train', tokenizer)
+        if folder.saved:  # the run does not read shards that have been added since it started
+            names = [name for name, _, _ in folder.saved.get('shards', [])]
+            train_shards = [x for x in train_shards if Path(x).name in names] or train_shards
         loader = Loader(
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
         )
     shards = fingerprint([*train_shards, *val_shards])
     ranks.compare_ranks(folder.step, shards)
+    if folder.saved and not eval_only and folder.saved.get('shards') != shards:
+        reason = f'was trained on other shards than those in {data_dir}'
+        raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
 
     # model
     model = make_model(config, V)
@@ -406,9 +413,6 @@ def run(config: Settings, at_end: ExitStack) -> int:
     step, best, seconds = 0, math.inf, 0.0
     record = {'step': 0, 'tokens': 0}  # the next line of the log
     if saved := folder.saved:
-        if saved.get('shards') != shards:
-            reason = f'was trained on other shards than those in {data_dir}'
-            raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
         with restoring(folder.path_of_saved):
             step, seconds, record = saved['step'], saved['seconds'], saved['record']
             loader.load_state_dict(saved['loader'])

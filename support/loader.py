@@ -159,15 +159,15 @@ def find_shards(data_dir: str, split: str, tokenizer: str | None = None) -> list
         seen = f', only {", ".join(files[:5])}{", ..." if len(files) > 5 else ""}' if files else ''
         raise UserError(
             f'no {split} shards in {data_dir!r} (NAME_{split}_NUMBER.bin, or NAME_NUMBER.bin, of '
-            f'which 000000 validates){seen}: prepare them with '
-            f'`python data_fineweb.py --data_dir={data_dir}` and a source; --help lists the sources'
+            f'which 000000 validates){seen}: prepare them with data_fineweb.py or data_states.py '
+            f'and --data_dir={data_dir}; --help lists the sources'
         )
     if len(names := sorted(set(found.values()))) > 1:
         advice = 'move all but one to other folders'
         raise UserError(f'{data_dir} holds shards of several names, {", ".join(names)}: {advice}')
     meta = read_meta(data_dir) or {'tokenizer': 'gpt2', 'shards': []}
     if not meta.get('finished', True):
-        advice = 'run the same data_fineweb.py command again'
+        advice = 'run the same command again, of data_fineweb.py or data_states.py'
         raise UserError(f'{data_dir}: its preparation was interrupted: {advice}')
     refuse_missing(data_dir, meta, split)
     prepared = meta['tokenizer']

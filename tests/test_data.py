@@ -534,11 +534,19 @@ def test_the_printed_command_trains_on_what_was_prepared(
 
 
 def test_the_paper_is_proposed_for_as_much_text_as_it_needs():
-    assert 'config/small_L2.py' in df.training_command('data/fineweb', 'gpt2', 10**8, [10**8] * 14)
+    command = df.training_command('data/fineweb', 'gpt2', 10**8, [10**8] * 14)
+    assert 'config/small_L2.py' in command and '--tokenizer' not in command
+    command = df.training_command('data/fineweb', 'other', 10**8, [10**8] * 14)
+    assert 'config/small_L2.py' in command and '--tokenizer=other' in command
+    # A batch of the paper's is longer than this shard.
+    command = df.training_command('data/fineweb', 'gpt2', 10**8, [10**8, 110_000])
+    assert 'config/demo.py' in command
 
 
 FILES = {'fine.txt': b'fine ' * 1000, 'few.txt': b'few words', 'latin.txt': b'caf\xe9 au lait'}
 MISTAKES = [  # arguments, message
+    ('--demo=True --shuffle_seed=1', 'shuffle_seed = 1: this source does not read it'),
+    ('--text=fine.txt --shards=2', 'shards = 2: this source does not read it'),
     ('--text=none.txt', "no file 'none.txt'"),
     ('--text=.', "'.': expected files of .txt, .jsonl, .csv, .parquet: --dataset=FOLDER reads"),
     ('--dataset=fine.txt', "dataset = 'fine.txt': a file: give its folder, or use --text=fine.txt"),

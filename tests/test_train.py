@@ -226,12 +226,16 @@ def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, 
 
 
 def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_path, capfd):
-    """Shards of other content are other data, even with the same names and sizes."""
+    """It does not read shards that have been added. Shards of other content are other data, even
+    with the same names and sizes."""
     out, copy = tmp_path / 'out', tmp_path / 'copy'
     run_lm(data, out, max_iters=2)
+    shards = last_of(out)['shards']
     shutil.copytree(data, copy)
-    assert resume(out, '--max_iters=3', f'--data_dir={copy}') == 0
     shard = str(copy / 'fineweb_train_000002.bin')
+    shutil.copy(shard, copy / 'fineweb_train_000003.bin')
+    assert resume(out, '--max_iters=3', f'--data_dir={copy}') == 0
+    assert last_of(out)['shards'] == shards
     write_shard(shard, np.roll(read_shard(shard, 256), 1))
     error = error_of(capfd, train_lm, [f'--out_dir={out}', '--resume=True', '--max_iters=4'])
     assert f'other shards than those in {copy}' in error
