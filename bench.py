@@ -230,7 +230,7 @@ def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) ->
     most = stream.rows
     stream.choose_rows(chunk)
     if fused.enabled:
-        choose_overrides(model, stream.rows, machine.compute_dtype, allowed_overrides(mode))
+        choose_overrides(model, [stream.rows], machine.compute_dtype, allowed_overrides(mode))
         stream.set_rows(most)
         stream.choose_rows(chunk)
     update = train_lm.make_update(model, muon, adamw, norm, graphs)
@@ -273,7 +273,7 @@ def make_token(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> 
     token = torch.randint(vocab_size, (cell.B,), device=machine.device)
     if mode != 'plain':
         if fused.enabled:
-            choose_overrides(model, cell.B, machine.compute_dtype, allowed_overrides(mode))
+            choose_overrides(model, [cell.B], machine.compute_dtype, allowed_overrides(mode))
         decoder = Decoder(model, cell.B, compute_dtype=machine.compute_dtype)
         decoder.load(state)
         decoder.step(token)
@@ -406,7 +406,7 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
     for row in rows:
         add_figures(row, cell, machine.world)
         if machine.device != 'cpu':
-            row['memory_gb'] = torch.cuda.max_memory_allocated() / 1e9
+            row['memory_gb'] = torch.cuda.max_memory_reserved() / 1e9
             if row['status'] == 'ok' and not ranks.agree(row['graphs']):
                 row['graphs'] += '; not the same on all ranks'
     del runs, run

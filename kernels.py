@@ -341,7 +341,8 @@ def _launch(kernel, h: Heads, B: int, width: int, parts: int = 1) -> Callable:
     else:
         stages = 4
     sizes = Sizes(**h._asdict(), C=h.C, M=h.M, BS=min(64, padded(width)))
-    options = {'num_warps': 4, 'num_stages': stages}
+    # Four warps have too few registers for the queries of more than 32 heads.
+    options = {'num_warps': 8 if h.M > 32 else 4, 'num_stages': stages}
     return functools.partial(kernel[h.C, B, parts], scale=1 / math.sqrt(h.K), h=sizes, **options)
 
 

@@ -37,7 +37,7 @@ from support.ranks import Throttle
 from support.values import BROKEN
 
 # fmt: off
-levels_dir = ''             # folder of Boxoban's levels, as text or packed; '': data/boxoban
+levels_dir = 'data/boxoban' # folder of Boxoban's levels, as text or packed
 split = 'unfiltered-train'  # unfiltered-train, -valid or -test, medium-train or -valid, hard;
                             # 'generated'; or a file
 download = False            # download a missing split (Hugging Face, 200 bytes per level), and
@@ -250,8 +250,8 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
     The files of a split are in levels_dir ('': data/boxoban); `download`: if there are none,
     Jumanji's copy of Boxoban is downloaded into it. (Jumanji 1.1.2 replaces the last level of each
     of Boxoban's text files by the one before, and its copy may have been made that way: prefer the
-    text files where you have them.) Raises UserError if there are no levels, or if a file is
-    damaged."""
+    text files where you have them, and delete SPLIT.pack17.npy, which is read first.) Raises
+    UserError if there are no levels, or if a file is damaged."""
     folder = levels_dir or os.path.join('data', 'boxoban')
     if os.path.isfile(split):
         paths, source = [split], split

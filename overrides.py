@@ -13,15 +13,15 @@ from support.compiling import registered, use_overrides
 
 def choose_overrides(
     model: torch.nn.Module,
-    B: int,
+    rows: Iterable[int],
     compute_dtype: torch.dtype,
     allowed: Iterable[str] | None = None,
 ) -> list[str]:
-    """Choose the Triton overrides that a language model on a GPU uses for B streams, or as many as
-    a trial has memory for, in training or, in evaluation mode, in decoding, and set
-    `model.overrides`. Rank 0 decides for all. Return lines that say what is used, and what is not
-    and why.
+    """Choose the Triton overrides that a language model on a GPU uses in training or, in evaluation
+    mode, in decoding, and set `model.overrides`. Rank 0 decides for all. Return lines that say what
+    is used, and what is not and why.
 
+    rows: numbers of streams that run at a time; each is tried, or as many as there is memory for.
     compute_dtype: of matrix products; allowed: the names that may be used, None = all. The
     non-recurrent model has no overrides in training, where whole sequences make products large."""
     if not model.head.is_cuda or model.training and not model.recurrent:
@@ -32,8 +32,15 @@ def choose_overrides(
             import kernels  # only here: it needs triton, which may be missing or broken
 
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
+            if compute_dtype == torch.float32:  # kernels have no TF32, which is much faster
+                names = [name for name in names if name == 'loss']
             make_trial = partial(kernels.make_trial, model, compute_dtype=compute_dtype)
-            model.overrides, lines = find_in_memory(make_trial, B, names)
+            for B in dict.fromkeys(rows):  # by their number kernels take other tiles
+                with torch.cuda.device_of(model.head):
+                    agreeing, found = find_in_memory(make_trial, B, names)
+                names = [name for name in names if name in agreeing]
+                lines += found
+            model.overrides = frozenset(names)
         except Exception as error:  # noqa: BLE001  a trial must never end a run
             lines = [f'Triton overrides cannot be used: {first_line(error)}']
     model.overrides = ranks.from_first(model.overrides)

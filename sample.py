@@ -221,7 +221,7 @@ def main() -> None:
 
     if isinstance(model, LSTM):
         raise UserError(f'{out_dir}: holds an LSTM, which can be scored and exported, not sampled')
-    for line in choose_overrides(model, 1, compute_dtype):
+    for line in choose_overrides(model, [1], compute_dtype):
         print(line, file=sys.stderr)
     decoder = Decoder(
         model,

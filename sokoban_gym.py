@@ -176,10 +176,10 @@ class GymVectorEnv(VectorEnv):
         return self.observe(), {}
 
     def step(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray, dict]:
-        actions = check_actions(actions, self.num_envs, 'actions')
         if self.ended is None:
             raise ResetNeeded('step: call reset first')
         starts = self.ended  # boards that start again instead of moving
+        actions = check_actions(actions, self.num_envs, 'actions', ignored=starts)
         if self.mode == AutoresetMode.DISABLED and starts.any():
             boards = np.flatnonzero(starts).tolist()
             raise ResetNeeded(f'step: the episodes of boards {boards} have ended: see reset_mask')

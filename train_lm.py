@@ -375,7 +375,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         if overrides and fused.enabled and arch == 'experts':
             # a resumed run takes at most those that it had
             allowed = folder.saved.get('overrides') if folder.saved else None
-            for line in choose_overrides(model, train.rows, compute_dtype, allowed):
+            for line in choose_overrides(model, [train.rows, valid.rows], compute_dtype, allowed):
                 print0(line)
             if model.overrides:  # compile again with them; they may take less memory
                 train.set_rows(most)

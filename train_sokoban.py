@@ -85,7 +85,7 @@ tensorboard = False            # also write TensorBoard files into out_dir
 wandb = False                  # also log to Weights & Biases
 wandb_project = 'parallel-experts'  # name of the Weights & Biases project
 # levels and environment
-levels_dir = ''                # folder of Boxoban's levels, as text or packed; '' = data/boxoban
+levels_dir = 'data/boxoban'    # folder of Boxoban's levels, as text or packed
 split = 'unfiltered-train'     # training levels; 'generated' = from our generator
 eval_split = 'unfiltered-valid'   # evaluation levels; if generated, none is a training level
 eval_games = 512               # number of evaluation levels, the first of eval_split
@@ -532,7 +532,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
         folder.records.pop()  # it is evaluated and logged again
     elif last.get('step') == step and 'episodes' in last:  # logged after it was saved
         ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
-    folder.start(**metadata)
+    # Those of the generator follow from the seed.
+    files_crc = None if split == 'generated' else levels_crc
+    folder.start(**metadata, data_checksum=files_crc)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
     at_end.callback(stopper.restore)

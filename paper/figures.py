@@ -150,6 +150,8 @@ def varied(frame: DataFrame) -> list[str]:
     their seeds. Raises UserError for two runs that agree in all settings and in the seed."""
     settings = frame.filter(regex='^(?!last_|best_)').columns
     settings = settings.difference([*CELL, *NO_SETTINGS, *NEUTRAL], sort=False)
+    if 'data_checksum' in frame and frame['data_checksum'].nunique(dropna=False) == 1:
+        settings = settings.drop('data_dir', errors='ignore')  # copies of the same data
     for name in settings.intersection(DATA):  # one folder may be written in several ways
         frame = frame.assign(**{name: frame[name].map(os.path.realpath, na_action='ignore')})
     counts = frame.groupby(CELL, dropna=False)[[*settings]].nunique(dropna=False)
@@ -509,7 +511,7 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise UserError(f'--levels: {model} is no agent: leave it out by --only')
-        for column, noun in (('code', 'versions of the code'), ('data_checksum', 'texts')):
+        for column, noun in (('code', 'versions of the code'), ('data_checksum', 'data sets')):
             counts = part.groupby('plan')[column].nunique() if column in part else Series()
             for plan, n in counts[counts > 1].items():
                 print(f'{plan}: {n} {noun} have trained these runs, see runs.csv')

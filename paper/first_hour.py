@@ -185,9 +185,10 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         (folder, 'OUT'),
         (ROOT, '.'),
         (sys.prefix, 'python'),
-        (pathlib.Path.home(), '~'),
+        (os.path.expanduser('~/'), '~/'),
     ):
-        text = text.replace(str(path), short)  # the report names no folders of this machine
+        if str(path) not in ('/', '~/'):  # a user without a home
+            text = text.replace(str(path), short)  # the report names no folders of this machine
     text = re.sub(r'torchinductor_[^/\s]+', 'torchinductor_USER', text)
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]
     record |= {

@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from convlstm import PLANES, Agent, build_agent, load_agent
 from levels import AGENT, CELLS, load_level_sets, plan_image
 from paper.plans import script_of
-from paper.sweep import NEUTRAL
+from paper.sweep import DATA, NEUTRAL
 from sokoban import TIME_LIMIT, FeatureRecorder, replay, run_episodes
 from support import ranks
 from support.code import code_record
@@ -116,8 +116,8 @@ DRAWN = {  # probes in recall.png: (line style, end of their label)
 }
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
-# Settings in which seeds of one agent may differ.
-NOT_THE_AGENT = ('seed', *NEUTRAL, *PER_CALL)
+# Settings in which seeds of one agent may differ, beside the way in which DATA is written.
+NOT_THE_AGENT = ('seed', 'eval_interval', 'log_interval', *NEUTRAL, *PER_CALL)
 
 
 # ---- agents and levels ----
@@ -202,6 +202,7 @@ def best_of_seeds(players: list[Player], rates: list[float]) -> list[int]:
     groups, defaults = {}, script_of('train_sokoban.py').defaults  # of settings that are newer
     for i, player in enumerate(players):
         settings = defaults | player.settings
+        settings |= {k: os.path.realpath(settings[k]) for k in DATA if k in settings}
         same = {k: settings[k] for k in sorted(settings) if k not in NOT_THE_AGENT}
         groups.setdefault(repr((vars(player.agent.config), same)), []).append(i)
     return [max(group, key=lambda i: rates[i]) for group in groups.values()]

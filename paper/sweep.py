@@ -14,11 +14,13 @@ start, to resume or to do nothing (--resume=auto), so that a sweep keeps nothing
 prints is in its stdout.txt. After a ctrl-C, SIGTERM or SIGUSR1 the runs save, and the same line
 resumes.
 
---vary gives an axis of the plan other values. Any other setting, behind --vary or behind `--`, is a
-new axis, and the runs are complete in a folder of their own, out/PLAN-SETTING/NAME; so are those of
-another trainer. Behind `--`, settings that change no result (NEUTRAL) or name the data change no
-folder, but a run on other data, or of a trainer that has changed since, is refused. In a plan of
-agents and language models, a setting that one trainer lacks is left out there.
+--only chooses runs by the settings of the plan, before --vary changes them, in a condition as for
+DataFrame.query. --vary gives an axis of the plan other values. Any other setting, behind --vary or
+behind `--`, is a new axis, and the runs are complete in a folder of their own,
+out/PLAN-SETTING/NAME; so are those of another trainer. Behind `--`, settings that change no result
+(NEUTRAL) or name the data change no folder, but a run on other data, or of a trainer that has
+changed since, is refused. (The data of finished agents are not read: figures name other levels.) In
+a plan of agents and language models, a setting that one trainer lacks is left out there.
 """
 
 import argparse
@@ -100,7 +102,7 @@ def parse() -> argparse.Namespace:
     add('--run', action='store_true', help='start or resume what is not finished')
     add('--workers', type=int, default=0, help='runs at a time; default: one per GPU, one on a CPU')
     add('--gpus_per_run', type=int, default=1, help='more than 1: by torchrun')
-    add('--only', help='a part of the plan: a condition on settings, as for DataFrame.query')
+    add('--only', help="a part of the plan: a condition on the plan's settings, before --vary")
     add('--script', type=path, help='your copy of the trainer')
     add('--vary', action='append', default=[], metavar='NAME=VALUE,VALUE', help='an axis')
     add('--slurm', action='store_true', help='print an array job of the runs that are not finished')
@@ -193,19 +195,22 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
     [(saved, log)] = read_runs([out / run.folder], [run.script])
     # Sizes that the plan leaves open come from the weights in init_from.
     adopted = MODEL_SETTINGS if settings.get('init_from') else ()
+    trained_on = saved.get('data_checksum')
     for name, value in settings.items() if saved else ():
         old = saved.get(name)
         old = tuple(old) if isinstance(old, list) else old  # from JSON
         is_adopted = name in adopted and value == defaults.get(name)
         if name in DATA and old and value and os.path.realpath(old) == os.path.realpath(value):
             continue  # one folder, written in two ways
+        if name == 'data_dir' and trained_on and checksum_today(value) == trained_on:
+            continue  # a copy of the data
         is_compared = name not in NEUTRAL + PER_CALL and value != 'auto' and not is_adopted
         if is_compared and old != value:
             return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
     starts = [start['code'] for start in saved.get('starts', []) if 'code' in start]
     if any(code['script_checksum'] != script_checksum(ROOT / run.script) for code in starts):
         return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
-    if trained_on := saved.get('data_checksum'):
+    if trained_on and 'data_dir' in settings:  # an agent's levels would take seconds to read
         folder = settings['data_dir']
         if checksum_today(folder) not in (None, trained_on):
             return f'has been trained on other shards than those in {folder}', 0.0, 0.0
@@ -360,12 +365,15 @@ def outcome(process: subprocess.Popen, folder: Path) -> str:
     is_stopped = number in STOP_SIGNALS or 'SignalException' in text
     if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
         return 'stopped'
+    if 'another run is using it' in printed:
+        return 'in use by another sweep'
     line = printed.rpartition('\n')[2] or 'it printed nothing'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
 
 def forecast(runs: list[Run], out: Path, workers: int) -> str:
-    """Return how many runs are done, and when all will be, by their seconds per FLOP so far."""
+    """Return how many runs are done, and when all will be, by their seconds per FLOP so far.
+    workers: runs at a time, if that many are left."""
     n = flops = seconds = left = 0.0
     for run in runs:
         state, part, spent = progress(run, out)
@@ -373,23 +381,25 @@ def forecast(runs: list[Run], out: Path, workers: int) -> str:
         flops += part * cost(run).training
         left += (1 - part) * cost(run).training
         seconds += spent
+    workers = max(1, min(workers, len(runs) - int(n)))
     eta = timedelta(seconds=int(left * seconds / flops / workers)) if flops else 'unknown'
     return f'{n:.0f} of {len(runs)} runs are done, eta {eta}'
 
 
 def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     """Run what is not finished. Return the exit status: 0, 1 if a run failed, 128 + signal if the
-    sweep was stopped, or 2 if the trainer refused a run before its start: then no further one is
-    started, because it would be refused, too."""
+    sweep was stopped, or 2 if the trainer refused two runs in the same words before their start:
+    then no further one is started, because it would be refused, too."""
     waiting = unfinished(runs, args.out)
-    gpus = gpus_of_workers(min(args.workers, len(waiting)), args.gpus_per_run)
+    gpus = gpus_of_workers(args.workers, args.gpus_per_run)[: max(1, len(waiting))]
     threads = max(1, torch.get_num_threads() // (len(gpus) * args.gpus_per_run))
     print0(f'{forecast(runs, args.out, len(gpus))}; {len(gpus)} at a time')
-    stopper, is_due, workers, refused = Stopper(), Throttle(60), len(gpus), []
+    stopper, is_due, workers = Stopper(), Throttle(60), len(gpus)
+    refused = Counter()  # by reason
 
     def work(run: Run) -> str:
         """Start or resume a run, wait for its end, and return what became of it."""
-        if stopper.signal is not None or refused:
+        if stopper.signal is not None or max(refused.values(), default=0) > 1:
             return 'waiting'
         folder, gpu = args.out / run.folder, gpus.pop()
         process = start(run, gpu, threads, args)
@@ -403,9 +413,9 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         gpus.append(gpu)
         state = outcome(process, folder)
         print0(f'{folder}: {state}')
-        # the trainer writes config.json when it has accepted the settings
-        if state.startswith('FAILED') and '): error: ' in state and not settings_of(folder):
-            refused.append(run)
+        _, _, reason = state.partition('): error: ')
+        if reason and not settings_of(folder):  # which is written when a trainer accepts settings
+            refused[reason.replace(str(folder), '')] += 1
         return state
 
     with ThreadPoolExecutor(workers) as pool:
@@ -414,7 +424,7 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal
     print0(', '.join(f'{n} {state}' for state, n in states.items()))
-    if refused:
+    if max(refused.values(), default=0) > 1:
         print0('stopped: the trainer refuses settings: correct them, then repeat this line')
         return 2
     if states['done'] < len(waiting):

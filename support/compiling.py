@@ -169,21 +169,53 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph | None, object]:
     """Capture function(*args). Return the graph, and the result that each replay overwrites; if the
     capture fails, print why and return (None, None). pool: the memory of other graphs to share."""
-    graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
+    pool = pool or torch.cuda.graph_pool_handle()
     gc.collect()  # an error's frames may hold autograd nodes of another stream
     try:
         # After an error the stream of the capture would stay the current one: the outer block sets
-        # it back. thread_local: other threads load data meanwhile.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode='thread_local'):
-                result = function(*args)
+        # it back.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            begin_capture(pool, generator) as graph,
+        ):
+            result = function(*args)
     except RuntimeError as error:
         report_refusal(name, first_line(error.__context__ or error))
+        end_refused(pool, generator)
         return None, None
     captures.setdefault(name, '')
     return graph, result
+
+
+@contextlib.contextmanager
+def begin_capture(
+    pool: tuple | None, generator: torch.Generator | None
+) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what is called within a with statement."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None and torch.__version__ < (2, 14):  # from then on, it is registered
+        graph.register_generator_state(generator)
+    stream = capture_stream(torch.cuda.current_device())
+    # thread_local: other threads load data meanwhile.
+    with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
+        yield graph
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a GPU. PyTorch's own is one for all GPUs, and a capture
+    on another GPU than its own would be empty."""
+    return torch.cuda.Stream(device)
+
+
+def end_refused(pool: tuple, generator: torch.Generator | None) -> None:
+    """End what a capture that CUDA has refused leaves begun before PyTorch 2.14: the pool's
+    allocations, without which no other capture can use it, and the generators' capture mode, in
+    which they refuse to draw. Another capture ends the latter."""
+    with contextlib.suppress(RuntimeError):  # the pool's have ended
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with contextlib.suppress(RuntimeError), begin_capture(None, generator):
+        torch.zeros(1, device='cuda')
 
 
 def report_refusal(name: str, reason: str) -> None:

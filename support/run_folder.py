@@ -61,6 +61,7 @@ PEAK_FLOPS = {
     'H100 PCIe': 756e12,
     'H100 NVL': 835e12,
     'H100': 989e12,
+    'H200 NVL': 835e12,
     'H200': 989e12,
     'B200': 2250e12,
     'NVIDIA A100': 312e12,
@@ -165,8 +166,10 @@ def machine(device: str, dtype: str) -> dict[str, object]:
 def mfu(
     model: torch.nn.Module, tokens_per_s: float, device: str, compute_dtype: torch.dtype
 ) -> str:
-    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
-    the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in bf16."""
+    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward by the
+    paper's count, which has every expert's keys and values also where they are computed from summed
+    weights, over the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in
+    bf16."""
     name = (
         device_name(device) if device.startswith('cuda') and compute_dtype == torch.bfloat16 else ''
     )

@@ -1,7 +1,9 @@
 """Set up pytest: the option --long, one thread per process, and fixtures that several files use."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +13,13 @@ from hypothesis import HealthCheck, settings
 for name in ('OMP', 'MKL', 'OPENBLAS'):
     os.environ.setdefault(f'{name}_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+
+# What a hook of git, a cluster job or a tracker has set does not count, and the cache of the user's
+# data sets is left alone.
+for name in list(os.environ):
+    if name.startswith(('GIT_', 'WANDB_')) or name.endswith('_RESTART_COUNT'):
+        del os.environ[name]
+os.environ['HF_HOME'] = tempfile.mkdtemp()
 
 # A shell starts its background jobs with SIGINT ignored; the tests of ctrl-C need the default.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -30,6 +39,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line('markers', 'long: runs with --long only')
     settings.load_profile('long' if config.getoption('--long') else 'short')
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ['HF_HOME'], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,15 +1,22 @@
 """Test paper/first_hour.py without a GPU: steps that fail or take too long, and the report."""
 
 import json
+import shlex
+import shutil
+import subprocess
 import sys
+
+from configurator import configure
 
 import pytest
 import torch
+from processes import ROOT
 from small_runs import assert_refused
 
 from paper import first_hour
 from paper.first_hour import Step
 
+SCRIPTS = {path.name for path in ROOT.glob('*.py')}
 LOG = """import json, os, sys
 os.makedirs(sys.argv[1])
 with open(sys.argv[1] + '/log.jsonl', 'w') as file:
@@ -30,6 +37,25 @@ def run_main(monkeypatch, path, steps):
     monkeypatch.setattr(first_hour.ranks, 'device_name', lambda device: 'H100')
     monkeypatch.setattr(first_hour, 'STEPS', steps)
     return first_hour.main()
+
+
+def test_every_command_is_one_that_its_script_takes(monkeypatch):
+    """Those of `make gpu` and, on small machines, those of the demos."""
+    monkeypatch.chdir(ROOT)
+    commands = [step.command.format(data='D', out='O') for step in first_hour.STEPS]
+    if shutil.which('make'):
+        demos = ['make', '-n', 'demo', 'demo-sokoban', 'demo-states']
+        commands += subprocess.run(demos, capture_output=True, text=True, check=True).stdout.split(
+            '\n'
+        )
+    checked = 0
+    for command in commands:
+        words = shlex.split(command)
+        scripts = [i for i, word in enumerate(words) if word in SCRIPTS]
+        for i in scripts:
+            configure({'__file__': str(ROOT / words[i])}, words[i + 1 :], quiet=True)
+            checked += 1
+    assert checked >= len(first_hour.STEPS) - 1
 
 
 def test_a_step_that_fails_says_what_to_do_and_the_others_run(monkeypatch, tmp_path, capsys):

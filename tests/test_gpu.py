@@ -185,7 +185,7 @@ def test_triton_overrides_agree_and_are_used(decoding):
     config = ModelConfig(512, n_layer=1, n_expert=2, n_embd=384, window=128, block_size=16)
     model, before = RecurrentGPT(config).cuda().train(not decoding), torch.cuda.get_rng_state()
     compiling.fused.enabled = True
-    first, *others = choose_overrides(model, 64, torch.bfloat16)
+    first, *others = choose_overrides(model, [64, 32], torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert first == f'Triton overrides in use: {", ".join(sorted(model.overrides))}'
     assert len(model.overrides) + len(others) == 3
@@ -198,7 +198,7 @@ def test_triton_overrides_agree_and_are_used(decoding):
 @pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])
 def test_training_continues_without_a_graph_that_cannot_be_captured(refused, capsys):
     """The function runs eagerly from then on, on the same stream, as does one that reads its
-    results."""
+    results. Others in the same memory are captured, and random numbers can be drawn."""
     stream, captured = torch.cuda.current_stream(), {}
     w = torch.ones(8, device='cuda', requires_grad=True)
 
@@ -213,11 +213,15 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
 
     x = torch.arange(8.0, device='cuda')
     for calls in range(1, 7):
+        assert torch.equal(compiling.graphed(captured, 'before', lambda x: 3 * x, x), 3 * x)
         torch.testing.assert_close(compiling.graphed(captured, 'step', step, x), calls * x)
+        torch.rand(1, device='cuda')
+        assert torch.equal(compiling.graphed(captured, 'after', lambda x: 4 * x, x), 4 * x)
         double = compiling.graphed(captured, 'double', lambda x: 2 * x, x, needs='step')
         assert torch.equal(double, 2 * x)
     assert capsys.readouterr().out.count("no CUDA graph of 'step': it runs eagerly, slower") == 1
     assert captured['step'][1] is captured['double'][1] is None
+    assert captured['before'][1] and captured['after'][1]
     assert torch.cuda.current_stream() == stream
 
 

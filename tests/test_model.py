@@ -97,7 +97,7 @@ def compare(model, T, chunks, reset_before, modes, rtol=1e-9, evaluate=True, car
                     assert_close(model(x, state=states[mode])[0], logits, rtol, what=mode)
             found, states[mode] = model(x, y, states[mode])
             if mode == 'cuda_graphs':  # another model of the same sizes in between
-                other.graphs = True
+                other.cuda_graphs = True
                 other(x, y)
             assert_close(found.cross_entropy, loss, rtol, what=mode)
             assert_same_gradients(model, gradients(model, found.objective), grads, rtol, zero)

@@ -5,6 +5,7 @@ A fake trainer that learns nothing stands in for train_lm.py; the last test runs
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -128,11 +129,12 @@ def test_all_plans_are_listed_with_what_makes_their_figure(main):
 
 def test_the_commands_that_draw_work_from_the_folder_of_the_sweep(main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    root = os.path.relpath(ROOT)
+    relative = os.path.relpath(ROOT)
+    root, prefix = shlex.quote(relative), shlex.quote(f'{relative}/')
     _, out = main()
     assert f'PYTHONPATH={root} python -m paper.figures out/lm-small\n' in out
-    assert f'PYTHONPATH={root} python -m paper.probe {root}/config/probe_large.py ' in out
-    assert f'python {root}/bench.py --suite=decode\n' in out
+    assert f'PYTHONPATH={root} python -m paper.probe {prefix}config/probe_large.py ' in out
+    assert f'python {prefix}bench.py --suite=decode\n' in out
 
 
 @pytest.mark.parametrize('name', ['sweep', 'figures', 'probe'])
@@ -235,14 +237,20 @@ def test_a_failed_run_is_reported_and_the_next_call_runs_only_what_is_not_done(m
     assert (done / 'stdout.txt').read_text() == before
 
 
-def test_no_further_run_is_started_after_one_that_the_trainer_refuses(main, fake):
-    """A run that has started may fail by itself."""
-    refused, *others = fake(seed=[1, 2, 3], refuses='16 boards for 3 ranks')
+def test_no_further_run_is_started_after_two_that_the_trainer_refuses_in_the_same_words(main, fake):
+    """A run that has started, or whose model is too large, may fail by itself."""
+    refused, _, *others = fake(seed=[1, 2, 3, 4], refuses='16 boards for 3 ranks')
     status, out = main('fake', '--run')
-    assert status == 2 and out.count('FAILED (') == 1
+    assert status == 2 and out.count('FAILED (') == 2
     assert f'{refused}: FAILED (exit status 1): error: 16 boards for 3 ranks; see stdout' in out
-    assert '1 FAILED, 2 waiting\nstopped: the trainer refuses settings: correct them' in out
+    assert '2 FAILED, 2 waiting\nstopped: the trainer refuses settings: correct them' in out
     assert not any(folder.exists() for folder in others)
+
+
+def test_runs_that_are_refused_for_reasons_of_their_own_do_not_end_a_sweep(main, fake):
+    fake(refuses=['the state takes 52 GB', 'the state takes 51 GB', ''])
+    status, out = main('fake', '--run')
+    assert status == 1 and out.endswith('2 FAILED, 1 done\n')
 
 
 def test_runs_use_the_modules_of_this_project(main, fake, tmp_path, monkeypatch):
@@ -288,6 +296,8 @@ def test_a_finished_run_counts_until_its_shards_are_replaced(main, fake):
     record = {**settings_of(folder), 'data_checksum': data_checksum('data')}
     (folder / 'config.json').write_text(json.dumps(record))
     assert main('fake', '--run')[1].startswith('1 of 1 runs are done')
+    shutil.copytree('data', 'copy')
+    assert main('fake', '--run', '--', '--data_dir=copy')[1].startswith('1 of 1 runs are done')
     write_shard(shards[1], [1, 2, 4])
     message = f'{folder} has been trained on other shards than those in data: move it away'
     assert_refused(message, main, 'fake', '--run')
@@ -348,10 +358,10 @@ def test_listed_commands_of_a_copy_find_the_modules_of_this_project(main, tmp_pa
     options = ('lm-small', '--script=mine.py', '--only=n_layer == 16')
     _, out = main(*options)
     command = re.search('PYTHONPATH=.* mine.py ', out.splitlines()[1])[0] + '--help'
-    command = command.replace(' python ', f' {sys.executable} ')
+    command = command.replace(' python ', f' {shlex.quote(sys.executable)} ')
     assert '--max_iters=10000' in subprocess.check_output(command, shell=True, text=True)
     _, job = main(*options, '--slurm')
-    assert f'export PYTHONPATH={ROOT}' in job
+    assert f'export PYTHONPATH={shlex.quote(str(ROOT))}' in job
 
 
 def test_a_run_is_done_for_its_own_trainer_only(main, fake):

@@ -241,6 +241,23 @@ def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_pat
     assert f'other shards than those in {copy}' in error
 
 
+def test_a_resumed_run_may_use_the_overrides_that_it_had(data, tmp_path, monkeypatch):
+    """It may use any if it is new, and none of others when it resumes."""
+    asked = []
+
+    def choose(model, rows, compute_dtype, allowed):
+        asked.append(allowed)
+        model.overrides = frozenset({'loss'})
+        return []
+
+    monkeypatch.setattr(train_lm, 'choose_overrides', choose)
+    monkeypatch.setattr(compiling, 'compiled', lambda f: f)
+    run_lm(data, tmp_path, max_iters=2, compile=True)
+    assert resume(tmp_path, '--max_iters=3') == 0
+    assert asked == [None, ['loss']]
+    assert settings_of(tmp_path)['triton_overrides'] == ['loss']
+
+
 def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
     data, tmp_path, monkeypatch, capfd
 ):

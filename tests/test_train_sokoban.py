@@ -4,8 +4,8 @@ import copy
 import functools
 import importlib
 import json
+import os
 import shutil
-import subprocess
 import sys
 
 from configurator import configure
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ROOT, run_ranks
+from processes import ROOT, apply_patch, run_ranks
 from small_runs import StopAt, agent_arguments, assert_equal, error_of, read_log, run_agent
 
 import sokoban
@@ -129,9 +129,8 @@ def test_gradients_are_those_of_the_loss():
 @pytest.fixture
 def ppo(tmp_path, monkeypatch):
     """Return train_sokoban.py with tests/hacks/ppo.patch."""
-    patch = ROOT / 'tests' / 'hacks' / 'ppo.patch'
     shutil.copy(ROOT / 'train_sokoban.py', tmp_path)
-    subprocess.run(['git', 'apply', str(patch)], cwd=tmp_path, check=True)
+    assert apply_patch(tmp_path, 'ppo')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, 'train_sokoban')
     return importlib.import_module('train_sokoban')
@@ -269,10 +268,10 @@ def test_an_evaluation_off_the_grid_of_the_log_changes_nothing(finished_run, tmp
 
 
 @pytest.mark.parametrize('patched', [False, True])
-def test_resume_is_bit_equal(tmp_path, monkeypatch, ppo, patched):
+def test_resume_is_bit_equal(tmp_path, monkeypatch, request, patched):
     """A run that stops in its third update and is resumed has the weights, environment, recurrent
     state, episodes and log of an uninterrupted one, with A2C and with PPO."""
-    script = ppo if patched else train_sokoban
+    script = request.getfixturevalue('ppo') if patched else train_sokoban
     settings = {'n_expert': 2, 'aggregation': 'softmax_l2', 'dtype': 'bfloat16', 'total_steps': 60}
     a, b = tmp_path / 'a', tmp_path / 'b'
     run_agent(a, script, **settings)
@@ -332,6 +331,19 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path):
     a, b = last_of(tmp_path / 'a'), last_of(tmp_path / 'b')
     for part in ('boards', 'state', 'model'):
         torch.testing.assert_close(a[part], b[part], rtol=1e-2, atol=1e-3)
+
+
+def stop_rank_1(out):
+    """Train as a rank. Rank 1 alone is told to stop, in the second update."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ['RANK'] == '1':
+            patch.setattr(train_sokoban, 'Stopper', lambda: StopAt(2))
+        return run_agent(out)
+
+
+def test_all_ranks_stop_and_save_if_one_is_told_to(tmp_path):
+    assert run_ranks(2, stop_rank_1, tmp_path) == [143, 143]
+    assert last_of(tmp_path)['step'] == 2
 
 
 def test_a_non_finite_loss_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):

@@ -231,6 +231,7 @@ def test_overrides_that_agree_are_used(monkeypatch, results, expected, expected_
 
 # Experts, tokens of a window, and streams: those of the paper's tables, on one of four GPUs.
 TRAINED = [(E, W, 32768 // W) for W in (32, 64, 128, 256, 1024, 2048) for E in (16, 8, 4, 2)]
+TRAINED += [(32, 128, 512)]  # of the plan lm-medium
 DECODED = [(E, W, B) for W in (128, 2048) for E in (16, 8, 4, 2, 1) for B in (16, 1)]
 AHEAD_OF_TIME = [
     pytest.param([(8, 128, 512), (1, 2048, 16)], [(8, 128, 16), (1, 2048, 1)], id='few'),

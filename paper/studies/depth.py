@@ -27,7 +27,7 @@ from pathlib import Path
 from support.script import UserError, run_script
 
 import pandas
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from paper.figures import PUBLISHED, best_depths, draw_means, runs, score, value_of
 from paper.plans import Plan, Run, equal_work, grid
@@ -38,6 +38,8 @@ from support.run_folder import log_of, settings_of
 ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
 SEEDS = [11, 12, 13, 14]
 TABLE = PUBLISHED.parent / 'depth.csv'
+# data_checksum of the shards that the first command above prepares
+SPEECHES = 1359326212
 # A table has each run once, the first that was added.
 RUN = ['seed', 'recurrent', 'n_layer', 'processor', 'n_expert', 'learning_rate']
 
@@ -131,10 +133,13 @@ def append(table: DataFrame, path: Path) -> None:
 
 def add(path: Path, folder: str, processor: str = '') -> None:
     """Add the finished runs in a folder to a table, except those that it already has, and all their
-    evaluations to a second one."""
+    evaluations to a second one. Raises UserError if one was trained on other data."""
     table = unlisted(finished_runs(path, folder, processor), path, RUN)
     if table.empty:
         return
+    trained_on = table.get('data_checksum', Series(index=table.index)).fillna(SPEECHES)
+    for run_folder in table['folder'][trained_on != SPEECHES]:  # earlier runs have no checksum
+        raise UserError(f'{run_folder}: was trained on other data than that of the study')
     columns = [*RUN, 'step', value_of(table), 'seconds', 'commit']
     append(table[columns].round({'seconds': 1}), path)
     for run in table.to_dict('records'):
