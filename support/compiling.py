@@ -120,6 +120,7 @@ def use_overrides(names: frozenset) -> Iterator[None]:
 # ---- CUDA graphs -------------------------------------------------------------------------------
 
 captures: dict[str, str] = {}  # by name of a graph: '' if it was captured, or why it was not
+refused_pools: set[tuple] = set()  # memory in which CUDA may refuse any further capture
 
 
 def graphed(
@@ -149,7 +150,8 @@ def graphed(
         if needs and graphs[needs][1] is None:
             report_refusal(name, f'it needs the graph of {needs!r}')
         else:
-            pool = next((g.pool() for _, g, _ in graphs.values() if g is not None), None)
+            pools = [g.pool() for _, g, _ in graphs.values() if g is not None]
+            pool = next((pool for pool in pools if pool not in refused_pools), None)
             graph, result = capture(name, function, args, pool, generator)
             graphs[name] = calls, graph, result
     if graph is None:  # one of the first calls, or the capture failed
@@ -209,10 +211,11 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def end_refused(pool: tuple, generator: torch.Generator | None) -> None:
-    """End what a capture that CUDA has refused leaves begun before PyTorch 2.14: the pool's
-    allocations, without which no other capture can use it, and the generators' capture mode, in
-    which they refuse to draw. Another capture ends the latter."""
-    with contextlib.suppress(RuntimeError):  # the pool's have ended
+    """End what a capture that CUDA has refused leaves begun before PyTorch 2.14: the allocations in
+    its pool, of which those of pinned memory cannot be ended, so that no other capture can use it;
+    and the generators' capture mode, in which they refuse to draw. Another capture ends that."""
+    refused_pools.add(pool)
+    with contextlib.suppress(RuntimeError):  # they have ended
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     with contextlib.suppress(RuntimeError), begin_capture(None, generator):
         torch.zeros(1, device='cuda')

@@ -195,10 +195,10 @@ def test_triton_overrides_agree_and_are_used(decoding):
 # ---- captures that are refused ----
 
 
-@pytest.mark.parametrize('refused', ['by CUDA', 'by an exception'])
+@pytest.mark.parametrize('refused', ['by CUDA', 'by PyTorch', 'by an exception'])
 def test_training_continues_without_a_graph_that_cannot_be_captured(refused, capsys):
     """The function runs eagerly from then on, on the same stream, as does one that reads its
-    results. Others in the same memory are captured, and random numbers can be drawn."""
+    results. Others are captured, before and after, and random numbers can be drawn."""
     stream, captured = torch.cuda.current_stream(), {}
     w = torch.ones(8, device='cuda', requires_grad=True)
 
@@ -207,6 +207,8 @@ def test_training_continues_without_a_graph_that_cannot_be_captured(refused, cap
         y.backward()
         if torch.cuda.is_current_stream_capturing():
             if refused == 'by CUDA':
+                torch.cuda.synchronize()
+            elif refused == 'by PyTorch':
                 x.cpu()
             raise RuntimeError('kernel error')
         return w.grad.clone()
