@@ -398,7 +398,7 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     printed = capsys.readouterr().out
     assert '8 of 9 runs have finished' in printed
     assert f'{plan.name}: 2 versions of the code have trained these runs' in printed
-    assert f'{plan.name}: 2 texts have trained these runs' in printed
+    assert f'{plan.name}: 2 data sets have trained these runs' in printed
     for name in ('allocations', 'saturation', 'learning'):
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8

@@ -247,15 +247,15 @@ def test_a_resumed_run_may_use_the_overrides_that_it_had(data, tmp_path, monkeyp
 
     def choose(model, rows, compute_dtype, allowed):
         asked.append(allowed)
-        model.overrides = frozenset({'loss'})
+        model.overrides = frozenset({'other'})  # no function looks for it
         return []
 
     monkeypatch.setattr(train_lm, 'choose_overrides', choose)
     monkeypatch.setattr(compiling, 'compiled', lambda f: f)
     run_lm(data, tmp_path, max_iters=2, compile=True)
     assert resume(tmp_path, '--max_iters=3') == 0
-    assert asked == [None, ['loss']]
-    assert settings_of(tmp_path)['triton_overrides'] == ['loss']
+    assert asked == [None, ['other']]
+    assert settings_of(tmp_path)['triton_overrides'] == ['other']
 
 
 def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
@@ -369,8 +369,9 @@ def test_training_continues_without_graphs(monkeypatch, capsys):
 
     captures, captured = {}, {}
     monkeypatch.setattr(compiling, 'captures', captures)
-    monkeypatch.setattr(torch.cuda, 'graph', lambda *args, **options: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(compiling, 'begin_capture', lambda *args: contextlib.nullcontext(Graph()))
+    monkeypatch.setattr(compiling, 'end_refused', lambda *args: None)
+    monkeypatch.setattr(torch.cuda, 'graph_pool_handle', lambda: None)
     monkeypatch.setattr(torch.cuda, 'current_stream', lambda: None)
     monkeypatch.setattr(torch.cuda, 'stream', contextlib.nullcontext)
     for i in range(6):
