@@ -25,9 +25,9 @@ of kernels that no run uses yet: `try_tile` (smaller tiles of products that add 
 programs, below 8 streams). On a CPU the modes of a cell take turns, so that changes in the
 machine's speed affect all.
 
-The figures are per GPU; with several ranks, those of the slowest. Memory is torch's peak on a GPU.
-`median`, `min` and `max` are over rounds; `speed_up` compares the fastest rounds with those of the
-first mode; `over_paper` is above 1 where ours is faster.
+The figures are per GPU; with several ranks, those of the slowest. Memory is the peak that torch has
+reserved on a GPU. `median`, `min` and `max` are over rounds; `speed_up` compares the fastest rounds
+with those of the first mode; `over_paper` is above 1 where ours is faster.
 The column `graphs` names the CUDA graphs that were timed, and what ran eagerly instead and why.
 The paper's tables are of four H100s (paper/results/paper). A quarter of its tokens/s is shown. Its
 ms per token are of 16 streams on four GPUs: they stand beside B = 4 and B = 16 on one.

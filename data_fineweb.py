@@ -730,8 +730,7 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
         if val <= 32768:
             settings |= {'val_tokens': val - 1, 'val_streams': min(64, val - 1)}
     flags = [f'--{name}={value}' for name, value in settings.items()]
-    project = os.path.relpath(os.path.dirname(__file__))  # seen from the current folder
-    files = [os.path.normpath(f'{project}/{x}') for x in ('train_lm.py', f'config/{config}.py')]
+    files = [os.path.relpath(f'{ROOT}/{x}') for x in ('train_lm.py', f'config/{config}.py')]
     return shlex.join(['python', *files, *flags])
 
 
@@ -745,6 +744,7 @@ def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = No
             'choose one source: --pretokenized=14 (FineWeb, ready-made), --dataset=NAME, '
             '--text=FILES or --demo=True'
         )
+    refuse_unused(config, documents is not None)
     if config['pretokenized'] and tokenizer != 'gpt2':
         raise UserError(f"--pretokenized shards are GPT-2's, but tokenizer = {tokenizer!r}")
     if not config['pretokenized']:
@@ -786,10 +786,13 @@ def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = No
 def refuse_unused(config: Settings, has_function: bool) -> None:
     """Raise UserError if the user has set an option that the source does not read. has_function:
     whether a function yields the documents."""
-    local = config['text'] or has_function
-    sized = not config['pretokenized']
-    read = {'shuffle_seed': local, 'shard_tokens': sized, 'val_tokens': sized}
-    read |= dict.fromkeys(['shards', 'subset', 'split', 'revision'], config['dataset'])
+    tokenized = not config['pretokenized']
+    read = dict.fromkeys(['shards', 'subset', 'split', 'revision'], config['dataset'])
+    read |= dict.fromkeys(['shard_tokens', 'val_tokens', 'skip_bad'], tokenized)
+    read |= {
+        'shuffle_seed': config['text'] or has_function,
+        'column': tokenized and not has_function,
+    }
     for name, is_read in read.items():
         if name in config.set_by_user and not is_read:
             reason = 'this source does not read it: leave it out'
@@ -802,9 +805,7 @@ def main(documents: Callable[[], Iterable[str]] | None = None) -> None:
         raise UserError(
             f'main({documents!r}): takes a function without arguments that yields texts'
         )
-    config = configure(globals())
-    refuse_unused(config, documents is not None)
-    make_shards(config, documents)
+    make_shards(configure(globals()), documents)
 
 
 if __name__ == '__main__':

@@ -49,6 +49,7 @@ RANGES = {
     'train_tokens': (100_000, 2**31 - 1),
     'val_tokens': (65_537, 2**31 - 1),  # config/states.py validates on 65,536
 }
+ROOT = os.path.dirname(os.path.abspath(__file__))
 LETTERS = 'abcdefgh'
 # What the moves x and r make of the letters in their order. To add a task, add a line: its name and
 # two permutations of the first two to eight letters. For other tasks see paper/states.py.
@@ -177,9 +178,8 @@ def make_shards(config: dict) -> None:
     print(f'entropy of the text: {floor:.4f} nats per byte; no loss is below it, except by chance')
     print('train with and without recurrence, and compare:')
     out = os.path.join('out', os.path.basename(folder))
-    project = os.path.relpath(os.path.dirname(__file__))  # seen from the current folder
-    files = [f'{project}/{x}' for x in ('train_lm.py', 'config/states', 'paper/states.py')]
-    trainer, config_file, scorer = map(os.path.normpath, files)
+    files = [f'{ROOT}/{x}' for x in ('train_lm.py', 'config/states', 'paper/states.py')]
+    trainer, config_file, scorer = map(os.path.relpath, files)  # seen from the current folder
     for kind in ('', '_nonrecurrent'):
         run = os.path.join(out, kind.strip('_') or 'recurrent')
         flags = [f'--data_dir={folder}', f'--out_dir={run}']

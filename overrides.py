@@ -21,7 +21,8 @@ def choose_overrides(
     mode, in decoding, and set `model.overrides`. Rank 0 decides for all. Return lines that say what
     is used, and what is not and why.
 
-    rows: numbers of streams that run at a time; each is tried, or as many as there is memory for.
+    rows: numbers of streams that the model will run, such as those of training and of validation;
+    each is tried, or as many as there is memory for.
     compute_dtype: of matrix products; allowed: the names that may be used, None = all. The
     non-recurrent model has no overrides in training, where whole sequences make products large."""
     if not model.head.is_cuda or model.training and not model.recurrent:
@@ -32,14 +33,16 @@ def choose_overrides(
             import kernels  # only here: it needs triton, which may be missing or broken
 
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
-            if compute_dtype == torch.float32:  # kernels have no TF32, which is much faster
+            if model.training and compute_dtype == torch.float32:
                 names = [name for name in names if name == 'loss']
+                lines.append('Triton overrides of products are not used: they lack TF32')
             make_trial = partial(kernels.make_trial, model, compute_dtype=compute_dtype)
-            for B in dict.fromkeys(rows):  # by their number kernels take other tiles
-                with torch.cuda.device_of(model.head):
-                    agreeing, found = find_in_memory(make_trial, B, names)
-                names = [name for name in names if name in agreeing]
-                lines += found
+            for B in dict.fromkeys(rows):  # kernels choose tiles by the number of rows
+                if names:
+                    with torch.cuda.device_of(model.head):
+                        agreeing, found = find_in_memory(make_trial, B, names)
+                    names = [name for name in names if name in agreeing]
+                    lines += found
             model.overrides = frozenset(names)
         except Exception as error:  # noqa: BLE001  a trial must never end a run
             lines = [f'Triton overrides cannot be used: {first_line(error)}']
@@ -47,6 +50,8 @@ def choose_overrides(
     if model.overrides:
         import kernels  # noqa: F401  registers them on the other ranks, too
     model.release()  # segments that were made without overrides
+    ranks.release_memory()
+    torch.cuda.reset_peak_memory_stats(model.head.device)  # what follows is not the trials'
     found = ', '.join(sorted(model.overrides)) or 'none'
     if allowed is not None:
         found += f' (at most those of the start: {", ".join(sorted(allowed)) or "none"})'
@@ -59,12 +64,12 @@ def find_in_memory(
     """Return what `find_agreeing` finds in the trial make_trial(B) of B streams, or of a half, a
     quarter, ... of them that fits in memory."""
     while True:
+        ranks.release_memory()
         try:
             return find_agreeing(make_trial(B), names)
         except RuntimeError as error:  # in fp32 a trial may take more memory than training does
             if B == 1 or not ranks.out_of_memory(error):
                 raise
-        ranks.release_memory()
         B //= 2
 
 

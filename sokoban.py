@@ -378,9 +378,9 @@ def load_policy(name: str) -> StatelessPolicy:
 
 
 def check_actions(actions: object, N: int, source: str, ignored: ndarray | bool = False) -> ndarray:
-    """Return actions as an array (N,) int64, with 0 for the `ignored` ones. Raises UserError,
-    naming the source and the first wrong action, unless they are N integers, the others from 0 to
-    3."""
+    """Return actions as an array (N,) int64, 0 where `ignored` (N,) bool. Raises UserError, naming
+    the source and the first wrong action, unless there are N integers, and those not ignored are
+    0 to 3."""
     expected = f'{source}: expected integers from 0 to 3 of shape ({N},)'
     try:
         found = np.asarray(actions)

@@ -313,15 +313,16 @@ def run(config: Settings, at_end: ExitStack) -> int:
         train_shards = find_shards(data_dir, 'train', tokenizer)
         if folder.saved:  # the run does not read shards that have been added since it started
             names = [name for name, _, _ in folder.saved.get('shards', [])]
-            train_shards = [x for x in train_shards if Path(x).name in names] or train_shards
-        loader = Loader(
-            train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
-        )
+            train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
     ranks.compare_ranks(folder.step, shards)
     if folder.saved and not eval_only and folder.saved.get('shards') != shards:
         reason = f'was trained on other shards than those in {data_dir}'
         raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
+    if not eval_only:
+        loader = Loader(
+            train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
+        )
 
     # model
     model = make_model(config, V)

@@ -532,7 +532,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         folder.records.pop()  # it is evaluated and logged again
     elif last.get('step') == step and 'episodes' in last:  # logged after it was saved
         ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
-    # Those of the generator follow from the seed.
+    # Generated levels follow from the settings: only files need a checksum.
     files_crc = None if split == 'generated' else levels_crc
     folder.start(**metadata, data_checksum=files_crc)
 

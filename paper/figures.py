@@ -150,7 +150,8 @@ def varied(frame: DataFrame) -> list[str]:
     their seeds. Raises UserError for two runs that agree in all settings and in the seed."""
     settings = frame.filter(regex='^(?!last_|best_)').columns
     settings = settings.difference([*CELL, *NO_SETTINGS, *NEUTRAL], sort=False)
-    if 'data_checksum' in frame and frame['data_checksum'].nunique(dropna=False) == 1:
+    data = frame.get('data_checksum', Series(index=frame.index))  # earlier runs have none
+    if data.notna().all() and data.nunique() == 1:
         settings = settings.drop('data_dir', errors='ignore')  # copies of the same data
     for name in settings.intersection(DATA):  # one folder may be written in several ways
         frame = frame.assign(**{name: frame[name].map(os.path.realpath, na_action='ignore')})

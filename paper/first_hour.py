@@ -187,7 +187,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         (sys.prefix, 'python'),
         (os.path.expanduser('~/'), '~/'),
     ):
-        if str(path) not in ('/', '~/'):  # a user without a home
+        if str(path) != '/':  # the home of a user without one
             text = text.replace(str(path), short)  # the report names no folders of this machine
     text = re.sub(r'torchinductor_[^/\s]+', 'torchinductor_USER', text)
     lines = [line.rstrip()[:300] for line in text.splitlines() if line.strip()]

@@ -116,7 +116,7 @@ DRAWN = {  # probes in recall.png: (line style, end of their label)
 }
 COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
-# Settings in which seeds of one agent may differ, beside the way in which DATA is written.
+# Settings in which seeds of one agent may differ; the folders of DATA may be written differently.
 NOT_THE_AGENT = ('seed', 'eval_interval', 'log_interval', *NEUTRAL, *PER_CALL)
 
 

@@ -19,8 +19,9 @@ DataFrame.query. --vary gives an axis of the plan other values. Any other settin
 behind `--`, is a new axis, and the runs are complete in a folder of their own,
 out/PLAN-SETTING/NAME; so are those of another trainer. Behind `--`, settings that change no result
 (NEUTRAL) or name the data change no folder, but a run on other data, or of a trainer that has
-changed since, is refused. (The data of finished agents are not read: figures name other levels.) In
-a plan of agents and language models, a setting that one trainer lacks is left out there.
+changed since, is refused. (Levels of agents are not compared: figures print how many sets have
+trained a plan.) In a plan of agents and language models, a setting that one trainer lacks is left
+out there.
 """
 
 import argparse
@@ -354,8 +355,8 @@ def start(run: Run, gpu: str, threads: int, args: argparse.Namespace) -> subproc
 
 
 def outcome(process: subprocess.Popen, folder: Path) -> str:
-    """Return what became of a run: 'done', 'stopped' by a signal, or 'FAILED' with the last line
-    that it printed before the report of torchrun, if there is one."""
+    """Return what became of a run: 'done', 'stopped' by a signal, 'in use by another process', or
+    'FAILED' with the last line that it printed before the report of torchrun, if there is one."""
     if process.returncode == 0:
         return 'done'
     text = (folder / 'stdout.txt').read_text(encoding='utf-8', errors='replace')
@@ -366,7 +367,7 @@ def outcome(process: subprocess.Popen, folder: Path) -> str:
     if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
         return 'stopped'
     if 'another run is using it' in printed:
-        return 'in use by another sweep'
+        return 'in use by another process, see stdout.txt'
     line = printed.rpartition('\n')[2] or 'it printed nothing'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
@@ -414,12 +415,13 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         state = outcome(process, folder)
         print0(f'{folder}: {state}')
         _, _, reason = state.partition('): error: ')
-        if reason and not settings_of(folder):  # which is written when a trainer accepts settings
+        # A trainer that accepts the settings writes config.json. One model may be too large.
+        if reason and 'memory' not in reason and ' GB' not in reason and not settings_of(folder):
             refused[reason.replace(str(folder), '')] += 1
         return state
 
     with ThreadPoolExecutor(workers) as pool:
-        states = Counter(state.split()[0] for state in pool.map(work, waiting))
+        states = Counter(re.split(r',| \(', state)[0] for state in pool.map(work, waiting))
     if stopper.signal is not None:
         print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal

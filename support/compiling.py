@@ -174,12 +174,7 @@ def capture(
     pool = pool or torch.cuda.graph_pool_handle()
     gc.collect()  # an error's frames may hold autograd nodes of another stream
     try:
-        # After an error the stream of the capture would stay the current one: the outer block sets
-        # it back.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            begin_capture(pool, generator) as graph,
-        ):
+        with begin_capture(pool, generator) as graph:
             result = function(*args)
     except RuntimeError as error:
         report_refusal(name, first_line(error.__context__ or error))
@@ -195,12 +190,14 @@ def begin_capture(
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is called within a with statement."""
     graph = torch.cuda.CUDAGraph()
-    if generator is not None and torch.__version__ < (2, 14):  # from then on, it is registered
+    if generator is not None and torch.__version__ < (2, 14):  # later versions do it themselves
         graph.register_generator_state(generator)
     stream = capture_stream(torch.cuda.current_device())
-    # thread_local: other threads load data meanwhile.
-    with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
-        yield graph
+    # After an error the stream of the capture would stay the current one: the outer block sets it
+    # back. thread_local: other threads load data meanwhile.
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode='thread_local'):
+            yield graph
 
 
 @functools.cache
@@ -211,11 +208,12 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def end_refused(pool: tuple, generator: torch.Generator | None) -> None:
-    """End what a capture that CUDA has refused leaves begun before PyTorch 2.14: the allocations in
-    its pool, of which those of pinned memory cannot be ended, so that no other capture can use it;
-    and the generators' capture mode, in which they refuse to draw. Another capture ends that."""
+    """Undo what a refused capture leaves behind before PyTorch 2.14. Allocators still record into
+    its pool; that of pinned memory cannot be stopped, so that no later capture may use the pool.
+    Generators stay in capture mode, and refuse to draw, until another capture ends: an empty one
+    follows."""
     refused_pools.add(pool)
-    with contextlib.suppress(RuntimeError):  # they have ended
+    with contextlib.suppress(RuntimeError):  # it does not record
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     with contextlib.suppress(RuntimeError), begin_capture(None, generator):
         torch.zeros(1, device='cuda')

@@ -166,10 +166,10 @@ def machine(device: str, dtype: str) -> dict[str, object]:
 def mfu(
     model: torch.nn.Module, tokens_per_s: float, device: str, compute_dtype: torch.dtype
 ) -> str:
-    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward by the
-    paper's count, which has every expert's keys and values also where they are computed from summed
-    weights, over the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in
-    bf16."""
+    """Return the model FLOPs utilization as a percentage: the FLOPs of forward and backward over
+    the peak of the GPUs in bf16; 'n/a' if the peak is unknown or products are not in bf16. FLOPs
+    are by the paper's count, which computes every expert's keys and values; the code may sum
+    weights first."""
     name = (
         device_name(device) if device.startswith('cuda') and compute_dtype == torch.bfloat16 else ''
     )

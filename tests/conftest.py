@@ -14,8 +14,8 @@ for name in ('OMP', 'MKL', 'OPENBLAS'):
     os.environ.setdefault(f'{name}_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
-# What a hook of git, a cluster job or a tracker has set does not count, and the cache of the user's
-# data sets is left alone.
+# Ignore what a git hook, a cluster job or a tracker has set, and leave the user's cache of data
+# sets alone.
 for name in list(os.environ):
     if name.startswith(('GIT_', 'WANDB_')) or name.endswith('_RESTART_COUNT'):
         del os.environ[name]

@@ -46,7 +46,7 @@ def apply_hacks(folder, *hacks):
     if not (folder / 'corpus').exists():
         (folder / 'corpus').symlink_to(ROOT / 'corpus')
     for hack in hacks:
-        assert apply_patch(folder, hack)
+        assert apply_patch(folder, hack), f'{hack}.patch does not apply'
 
 
 def apply_patch(folder, hack, *options):

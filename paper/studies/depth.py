@@ -137,8 +137,9 @@ def add(path: Path, folder: str, processor: str = '') -> None:
     table = unlisted(finished_runs(path, folder, processor), path, RUN)
     if table.empty:
         return
+    # earlier runs have no checksum
     trained_on = table.get('data_checksum', Series(index=table.index)).fillna(SPEECHES)
-    for run_folder in table['folder'][trained_on != SPEECHES]:  # earlier runs have no checksum
+    for run_folder in table['folder'][trained_on != SPEECHES]:
         raise UserError(f'{run_folder}: was trained on other data than that of the study')
     columns = [*RUN, 'step', value_of(table), 'seconds', 'commit']
     append(table[columns].round({'seconds': 1}), path)
