@@ -734,7 +734,7 @@ def training_command(folder: str, tokenizer: str, val: int, train: list[int]) ->
     return shlex.join(['python', *files, *flags])
 
 
-def make_shards(config: dict, documents: Callable[[], Iterable[str]] | None = None) -> None:
+def make_shards(config: Settings, documents: Callable[[], Iterable[str]] | None = None) -> None:
     """Prepare the shards that the settings describe, and print the command that trains on them.
     documents: a function that yields the documents, in place of a source among the settings."""
     tokenizer, text, dataset = config['tokenizer'], config['text'], config['dataset']

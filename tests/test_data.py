@@ -13,7 +13,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from configurator import Script, configure
+from configurator import Script, Settings, configure
 
 import filelock
 import huggingface_hub
@@ -47,7 +47,7 @@ def write_jsonl(path, documents):
 def prepare(folder, documents=None, **changes):
     """Prepare shards of 3,000 byte tokens after one of 50 for validation; return all tokens."""
     sizes = {'shard_tokens': 3000, 'val_tokens': 50}
-    config = {**DEFAULTS, **sizes, 'data_dir': str(folder), **changes}
+    config = Settings({**DEFAULTS, **sizes, 'data_dir': str(folder)}, {}, changes)
     df.make_shards(config, documents)
     name = config['tokenizer']
     paths = [path for split in ('val', 'train') for path in find_shards(folder, split, name)]
@@ -523,7 +523,7 @@ def test_the_printed_command_trains_on_what_was_prepared(
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text(((ROOT / 'README.md').read_text()[:9000] * 6)[:length])
     settings = {'text': 'a.txt'} if source == 'text' else {'demo': True}
-    df.make_shards({**DEFAULTS, **settings, 'tokenizer': name})
+    df.make_shards(Settings(DEFAULTS, {}, {**settings, 'tokenizer': name}))
     command = capsys.readouterr().out.splitlines()[-1].removeprefix('train on it: ')
     _, script, config, *flags = shlex.split(command)
     c = configure({'__file__': Path(script)}, [config, *flags], quiet=True)

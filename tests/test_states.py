@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
-from configurator import Script
+from configurator import Script, Settings
 
 import numpy as np
 import pandas
@@ -415,7 +415,7 @@ def test_the_copy_task_of_the_docstring(tmp_path, monkeypatch, capsys):
     assert not Path('copy.txt').exists()
     run()
     settings = {'text': 'copy.txt', 'tokenizer': 'bytes', 'data_dir': 'data/copy'}
-    data_fineweb.make_shards(Script(data_fineweb.__file__).defaults | settings)
+    data_fineweb.make_shards(Settings(Script(data_fineweb.__file__).defaults, {}, settings))
     for name, recurrent in (('recurrent', True), ('nonrecurrent', False)):
         sizes = {'recurrent': recurrent, 'max_iters': 2, 'eval_interval': 2, 'window': 16}
         assert run_lm('data/copy', f'out/copy/{name}', **sizes) == 0
