@@ -142,7 +142,7 @@ def add(path: Path, folder: str, processor: str = '') -> None:
     for run_folder in table['folder'][trained_on != SPEECHES]:
         raise UserError(f'{run_folder}: was trained on other data than that of the study')
     columns = [*RUN, 'step', value_of(table), 'seconds', 'commit']
-    append(table[columns].round({'seconds': 1}), path)
+    append(table[columns].round({'seconds': 1}).astype({'step': int}), path)
     for run in table.to_dict('records'):
         log = DataFrame(log_of(run['folder'])).filter(
             regex='^(step|val_loss|eval_.*(return|rate))$'
