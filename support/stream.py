@@ -96,10 +96,10 @@ class Stream:
 
     def check_state_size(self) -> None:
         """Raise UserError if the state of all rows, which stays on the GPU, would take more than
-        half of its memory."""
+        three quarters of its memory."""
         if self.device.type != 'cuda' or self.may_shrink:
             return
-        most = torch.cuda.mem_get_info(self.device)[1] / 2
+        most = torch.cuda.mem_get_info(self.device)[1] * 3 / 4
         world = dist.get_world_size() if dist.is_initialized() else 1
         rows = self.B * world
         row_size = sum(t.nbytes for t in self.model.init_state(1))

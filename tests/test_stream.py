@@ -201,11 +201,11 @@ def test_training_continues_uncompiled(monkeypatch, capsys):
 
 
 def test_a_state_that_would_fill_a_gpu_is_refused(monkeypatch):
-    """It takes more than half of the memory, and that of 6 of the 24 streams does not."""
+    """It takes more than three quarters of the memory, and that of 8 of the 24 streams does not."""
     train = Stream(make_model(), 24, 8)
     size = sum(t.nbytes for t in train.model.init_state(24))
     train.device = torch.device('cuda')
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _: (0, size // 2))
-    assert_refused('state of 24 streams .* needs 4 GPUs', train.check_state_size)
+    assert_refused('state of 24 streams .* needs 3 GPUs', train.check_state_size)
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda _: (0, 2 * size))
     train.check_state_size()
