@@ -786,15 +786,15 @@ def make_shards(config: Settings, documents: Callable[[], Iterable[str]] | None 
 def refuse_unused(config: Settings, has_function: bool) -> None:
     """Raise UserError if the user has set an option that the source does not read. has_function:
     whether a function yields the documents."""
-    tokenized = not config['pretokenized']
-    read = dict.fromkeys(['shards', 'subset', 'split', 'revision'], config['dataset'])
-    read |= dict.fromkeys(['shard_tokens', 'val_tokens', 'skip_bad'], tokenized)
-    read |= {
+    must_tokenize = not config['pretokenized']
+    is_read = {
+        **dict.fromkeys(['shards', 'subset', 'split', 'revision'], config['dataset']),
+        **dict.fromkeys(['shard_tokens', 'val_tokens', 'skip_bad'], must_tokenize),
+        'column': must_tokenize and not has_function,
         'shuffle_seed': config['text'] or has_function,
-        'column': tokenized and not has_function,
     }
-    for name, is_read in read.items():
-        if name in config.set_by_user and not is_read:
+    for name in sorted(config.set_by_user):
+        if not is_read.get(name, True):
             reason = 'this source does not read it: leave it out'
             raise UserError(f'{name} = {config[name]!r}: {reason}')
 

@@ -38,11 +38,12 @@ def choose_overrides(
                 lines.append('Triton overrides of products are not used: they lack TF32')
             make_trial = partial(kernels.make_trial, model, compute_dtype=compute_dtype)
             for B in dict.fromkeys(rows):  # kernels choose tiles by the number of rows
-                if names:
-                    with torch.cuda.device_of(model.head):
-                        agreeing, found = find_in_memory(make_trial, B, names)
-                    names = [name for name in names if name in agreeing]
-                    lines += found
+                if not names:
+                    break
+                with torch.cuda.device_of(model.head):
+                    agreeing, found = find_in_memory(make_trial, B, names)
+                names = [name for name in names if name in agreeing]
+                lines += found
             model.overrides = frozenset(names)
         except Exception as error:  # noqa: BLE001  a trial must never end a run
             lines = [f'Triton overrides cannot be used: {first_line(error)}']

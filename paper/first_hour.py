@@ -185,7 +185,7 @@ def run_step(step: Step, folder: pathlib.Path, seconds: float) -> dict:
         (folder, 'OUT'),
         (ROOT, '.'),
         (sys.prefix, 'python'),
-        (os.path.expanduser('~/'), '~/'),
+        (os.path.expanduser('~'), '~'),
     ):
         if str(path) != '/':  # the home of a user without one
             text = text.replace(str(path), short)  # the report names no folders of this machine

@@ -367,7 +367,7 @@ def outcome(process: subprocess.Popen, folder: Path) -> str:
     if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
         return 'stopped'
     if 'another run is using it' in printed:
-        return 'in use by another process, see stdout.txt'
+        return 'in use by another process (see stdout.txt)'
     line = printed.rpartition('\n')[2] or 'it printed nothing'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
@@ -398,9 +398,13 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
     stopper, is_due, workers = Stopper(), Throttle(60), len(gpus)
     refused = Counter()  # by reason
 
+    def refuses_settings() -> bool:
+        """Return whether the trainer has refused two runs in the same words."""
+        return max(refused.values(), default=0) > 1
+
     def work(run: Run) -> str:
         """Start or resume a run, wait for its end, and return what became of it."""
-        if stopper.signal is not None or max(refused.values(), default=0) > 1:
+        if stopper.signal is not None or refuses_settings():
             return 'waiting'
         folder, gpu = args.out / run.folder, gpus.pop()
         process = start(run, gpu, threads, args)
@@ -421,12 +425,12 @@ def run_all(runs: list[Run], args: argparse.Namespace) -> int:
         return state
 
     with ThreadPoolExecutor(workers) as pool:
-        states = Counter(re.split(r',| \(', state)[0] for state in pool.map(work, waiting))
+        states = Counter(state.partition(' (')[0] for state in pool.map(work, waiting))
     if stopper.signal is not None:
         print0('stopped: the same line resumes what was saved, and starts the rest')
         return 128 + stopper.signal
     print0(', '.join(f'{n} {state}' for state, n in states.items()))
-    if max(refused.values(), default=0) > 1:
+    if refuses_settings():
         print0('stopped: the trainer refuses settings: correct them, then repeat this line')
         return 2
     if states['done'] < len(waiting):

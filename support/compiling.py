@@ -174,7 +174,7 @@ def capture(
     pool = pool or torch.cuda.graph_pool_handle()
     gc.collect()  # an error's frames may hold autograd nodes of another stream
     try:
-        with begin_capture(pool, generator) as graph:
+        with capturing(pool, generator) as graph:
             result = function(*args)
     except RuntimeError as error:
         report_refusal(name, first_line(error.__context__ or error))
@@ -185,10 +185,11 @@ def capture(
 
 
 @contextlib.contextmanager
-def begin_capture(
+def capturing(
     pool: tuple | None, generator: torch.Generator | None
 ) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture what is called within a with statement."""
+    """Yield a graph that captures what is called within a with statement. pool: None = memory of
+    its own."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None and torch.__version__ < (2, 14):  # later versions do it themselves
         graph.register_generator_state(generator)
@@ -213,9 +214,9 @@ def end_refused(pool: tuple, generator: torch.Generator | None) -> None:
     Generators stay in capture mode, and refuse to draw, until another capture ends: an empty one
     follows."""
     refused_pools.add(pool)
-    with contextlib.suppress(RuntimeError):  # it does not record
+    with contextlib.suppress(RuntimeError):  # raised if the pool is not recording
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-    with contextlib.suppress(RuntimeError), begin_capture(None, generator):
+    with contextlib.suppress(RuntimeError), capturing(None, generator):
         torch.zeros(1, device='cuda')
 
 

@@ -51,15 +51,21 @@ def apply_hacks(folder, *hacks):
 
 def apply_patch(folder, hack, *options):
     """Apply a patch of tests/hacks in a folder, and return whether that works."""
-    if not shutil.which('git'):
-        pytest.skip('git is not installed')
+    need_git()
     patch = ROOT / 'tests' / 'hacks' / f'{hack}.patch'
     command = ['git', 'apply', *options, str(patch)]
-    return subprocess.run(command, cwd=folder, capture_output=True).returncode == 0
+    return subprocess.run(command, cwd=folder).returncode == 0
+
+
+def need_git():
+    """Skip the test if git is not installed."""
+    if not shutil.which('git'):
+        pytest.skip('git is not installed')
 
 
 def commit(folder):
     """Commit a copy of the project to a new git repository, with a copy of corpus/."""
+    need_git()
     (folder / 'corpus').unlink()
     shutil.copytree(ROOT / 'corpus', folder / 'corpus')
     git = ('git', '-c', 'user.name=test', '-c', 'user.email=test@example.com')

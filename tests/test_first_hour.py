@@ -45,16 +45,14 @@ def test_every_command_is_one_that_its_script_takes(monkeypatch):
     commands = [step.command.format(data='D', out='O') for step in first_hour.STEPS]
     if shutil.which('make'):
         demos = ['make', '-n', 'demo', 'demo-sokoban', 'demo-states']
-        commands += subprocess.run(demos, capture_output=True, text=True, check=True).stdout.split(
-            '\n'
-        )
+        commands += subprocess.check_output(demos, text=True).splitlines()
     checked = 0
     for command in commands:
-        words = shlex.split(command)
-        scripts = [i for i, word in enumerate(words) if word in SCRIPTS]
-        for i in scripts:
-            configure({'__file__': str(ROOT / words[i])}, words[i + 1 :], quiet=True)
-            checked += 1
+        arguments = shlex.split(command)
+        for i, name in enumerate(arguments):
+            if name in SCRIPTS:
+                configure({'__file__': str(ROOT / name)}, arguments[i + 1 :], quiet=True)
+                checked += 1
     assert checked >= len(first_hour.STEPS) - 1
 
 

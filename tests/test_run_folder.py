@@ -19,6 +19,7 @@ from support.script import TORCHRUN, UserError
 
 import pytest
 import torch
+from processes import need_git
 from small_runs import assert_refused, run_lm
 
 from support import code, plots, run_folder
@@ -164,8 +165,7 @@ def test_another_version_of_the_trainer_resumes_a_run_and_another_trainer_does_n
 
 def git(folder, *arguments):
     """Run a git command in a folder, as a user with a name."""
-    if not shutil.which('git'):
-        pytest.skip('git is not installed')
+    need_git()
     user = ['-c', 'user.name=me', '-c', 'user.email=me@example.org']
     done = subprocess.run(['git', '-C', folder, *user, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
