@@ -1,8 +1,8 @@
-"""Measure the speed of language models and agents on this machine, beside the paper's figures.
+r"""Measure the speed of language models and agents on this machine, beside the paper's figures.
 
     python bench.py                                    # both tables of the paper, a part of each
     python bench.py --suite=decode                                        # all of its latencies
-    torchrun --standalone --nproc_per_node=4 bench.py --suite=train \\
+    torchrun --standalone --nproc_per_node=4 bench.py --suite=train \
         --contexts=32,64,128,256,1024,2048 --tokens_per_update=131072,262144     # all throughputs
     python bench.py --modes=plain,eager,compiled                          # modes side by side
     python bench.py --modes=compiled,no_attention,no_experts,no_loss      # what each kernel gains

@@ -1,4 +1,4 @@
-"""Score language models on state tracking: the share of right answers by number of moves.
+r"""Score language models on state tracking: the share of right answers by number of moves.
 
     python data_states.py
     python train_lm.py config/states.py
@@ -50,7 +50,7 @@ copy_task.py, in the project's root: 'cab=cab ddacb=ddacb ...', scored by the nu
     python copy_task.py                              # write the text; prepare it; train both kinds
     python data_fineweb.py --text=copy.txt --tokenizer=bytes --data_dir=data/copy
     python train_lm.py config/states.py --data_dir=data/copy --out_dir=out/copy/recurrent
-    python train_lm.py config/states_nonrecurrent.py --data_dir=data/copy \\
+    python train_lm.py config/states_nonrecurrent.py --data_dir=data/copy \
         --out_dir=out/copy/nonrecurrent
     python copy_task.py out/copy                     # table and picture
 
@@ -103,7 +103,7 @@ class Answer(NamedTuple):
     """An answer in a text: the bytes begin .. end - 1, all of which must be right."""
 
     length: int  # what accuracies are tabulated by: the number of moves
-    first: int  # the first byte that a model must have read to know the answer
+    first: int  # the first byte of what the answer follows from, such as an earlier arrangement
     begin: int
     end: int
 
@@ -264,7 +264,7 @@ def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame
     names = [name for name, known in MOVES.items() if known == pair]
     return table.assign(
         task=names[0] if names else ','.join(pair),
-        panel=': '.join([*names[:1], 'x = {}, r = {}'.format(*pair)]),
+        panel=': '.join([*names[:1], 'x = {}, r = {}'.format(*pair)]) + f'; 1 to {most} moves',
         floor=table['length'].map(likeliest(pair, 2 * most)),
         beyond=table['length'] > most,
     )
@@ -282,19 +282,25 @@ def tracked(accuracies: Series) -> int:
 
 def name_lines(frame: DataFrame) -> Series:
     """Return the name of each run's line. Finished runs that differ in seed and text alone share
-    one: kind, sizes, settings that differ, and the mean training data and time of updates. The name
-    of an unfinished run ends in its `scored_step` instead."""
+    one: kind, sizes, settings that differ, the mean training data and time of updates, and the
+    `scored_step` of models that are not the last ones. The name of an unfinished run ends in its
+    `scored_step` instead."""
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame):
-        if setting not in ('data_dir', 'eval_interval'):
+        if setting not in ('data_dir', 'eval_interval', 'scored_step'):
             name += f', {setting} = ' + frame[setting].astype(str)
     if frame['plan'].nunique() > 1:
         name = frame['plan'] + ': ' + name
     finished = frame['finished'].astype(bool)
-    cost = frame.groupby([name, finished])[['last_tokens', 'seconds']].transform('mean')
+    of_line = frame.groupby([name, finished])
+    cost = of_line[['last_tokens', 'seconds']].transform('mean')
     trained = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
     trained += cost['seconds'].map(' in {:.0f} s'.format)
+    first, last = (of_line['scored_step'].transform(end).astype(str) for end in ('min', 'max'))
+    scored = ', scored at update ' + first.where(first == last, first + ' to ' + last)
+    is_earlier = of_line['scored_step'].transform('min') < frame['step']
+    trained += scored.where(is_earlier, '')
     unfinished = frame['scored_step'].map(', not finished, its model of update {}'.format)
     return name + trained.where(finished, unfinished)
 
@@ -315,12 +321,13 @@ def tabulate(scores: DataFrame) -> DataFrame:
                 marks = ('*' if one['exceeds'].any() else '') + ('+' if one['beyond'].any() else '')
                 row[str(length)] = f'{one["accuracy"].mean():.2f}{marks}'
         rows.append(row)
-    return DataFrame(rows)
+    table = DataFrame(rows)
+    return table[[*table.columns[:5], *sorted(table.columns[5:], key=int)]]
 
 
 def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Figure:
     """Return a picture of the accuracies over the number of moves, a panel for each task, a color
-    for each L. The lengths beyond those of training are shaded, and a line stands where answers
+    for each L, or for each line if two of one L and kind would look alike. The lengths beyond those of training are shaded, and a line stands where answers
     start to exceed a window, even if that length is not in the test text."""
     by = ['panel', 'line', 'model', 'kind', 'n_layer', 'length']
     guesses = scores.drop_duplicates(['panel', 'length'])[['panel', 'length', 'floor']].dropna()
@@ -332,6 +339,8 @@ def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Fig
     )
     points['color'] = points['n_layer'].where(points['model'] == 'Transformer', points['model'])
     points['style'] = points['kind'].map({'non-recurrent': '--'}).fillna('-')
+    if (points.groupby(['color', 'style'])['line'].nunique() > 1).any():
+        points['color'] = points['line']  # as of several rates, budgets or texts
     labels = label, 'right answers'
     options = {'to_scale': True, 'reference': GUESSING}
     figure = chart(points, 'length', 'accuracy', labels, title, 'sem', **options)
@@ -400,7 +409,8 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     write_text(scores.to_csv(index=False), out / f'{name}.csv')
     print(out / f'{name}.csv')
     table = tabulate(scores)
-    note = '*: an answer spans more than W bytes; +: more moves than in training.'
+    note = 'mean: over lengths without +; *: an answer spans more than W bytes; +: more moves than in'
+    note += ' training.'
     save_table(table, f'{out}/{name}_table', note)
     title, label, unit = TITLE, MOVES_LABEL, 'moves'
     if streams is not None:

@@ -1,4 +1,4 @@
-"""Study, registered before its first run: does the learning rate decide the best depth?
+r"""Study, registered before its first run: does the learning rate decide the best depth?
 
 The paper trains all depths at one learning rate; depth.py gives each allocation its own. Here all
 share one, 0.02 in the first half of the study and 0.08 in the second: L = 1, 2, 4, 8, 16 of both
@@ -14,7 +14,7 @@ Rules, by 100,000 draws with t-distributed errors, paired by seed:
     same of non-recurrent models is secondary.
 
     python data_fineweb.py --demo=True --tokenizer=bytes
-    python -m paper.sweep depth-rates --run --workers=2 \\
+    python -m paper.sweep depth-rates --run --workers=2 \
         --only="learning_rate == 0.02 and seed == 11" -- --threads=1
     python -m paper.studies.depth_rates out/depth-rates
 

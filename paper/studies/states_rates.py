@@ -1,4 +1,4 @@
-"""Study: the learning rates and the speed of the models of the registered study of state tracking
+r"""Study: the learning rates and the speed of the models of the registered study of state tracking
 (states.py), by seed 1, which has no other use.
 
 Nine models of L x E = 8 experts of width 64: recurrent and non-recurrent L = 1, 2, 4, 8, and an
@@ -8,7 +8,7 @@ the highest that was tried, the next one is tried, too, by a factor of two.
 
     python data_states.py
     python -m paper.sweep states-rates --run --workers=2
-    python -m paper.sweep states-rates --run --vary=max_iters=60 \\
+    python -m paper.sweep states-rates --run --vary=max_iters=60 \
         --only="learning_rate == 0.02 or baseline_lr == 0.016"
     python -m paper.studies.states_rates out/states-rates
 
