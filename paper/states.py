@@ -327,8 +327,9 @@ def tabulate(scores: DataFrame) -> DataFrame:
 
 def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Figure:
     """Return a picture of the accuracies over the number of moves, a panel for each task, a color
-    for each L, or for each line if two of one L and kind would look alike. The lengths beyond those of training are shaded, and a line stands where answers
-    start to exceed a window, even if that length is not in the test text."""
+    for each L, or for each line if two of one L and kind would look alike. The lengths beyond those
+    of training are shaded, and a line stands where answers start to exceed a window, even if that
+    length is not in the test text."""
     by = ['panel', 'line', 'model', 'kind', 'n_layer', 'length']
     guesses = scores.drop_duplicates(['panel', 'length'])[['panel', 'length', 'floor']].dropna()
     points = pandas.concat(
@@ -409,8 +410,9 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     write_text(scores.to_csv(index=False), out / f'{name}.csv')
     print(out / f'{name}.csv')
     table = tabulate(scores)
-    note = 'mean: over lengths without +; *: an answer spans more than W bytes; +: more moves than in'
-    note += ' training.'
+    note = '*: an answer spans more than W bytes'
+    if streams is None:
+        note = f'mean: over the lengths of training; {note}; +: more moves than in training'
     save_table(table, f'{out}/{name}_table', note)
     title, label, unit = TITLE, MOVES_LABEL, 'moves'
     if streams is not None:
