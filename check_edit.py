@@ -143,6 +143,7 @@ MODES = {  # config.mode, fused.enabled, unroll.MAX_KEPT_BYTES, SLICES['cpu']
     'compiled recomputed': ('fast', True, 0, SLICE),
 }
 NOTE = 'NOTE '  # main repeats the lines that start so
+DETACHES = ' (--detaches, if the edit stops gradients on purpose)'
 # What the logs and checkpoints of equal runs need not share.
 TIMES = {'ms', 'tokens_per_s', 'env_steps_per_s', 'seconds', 'val_seconds', 'logged_seconds'}
 TIMES |= {'config', 'metadata'}
@@ -215,9 +216,11 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[f
     return worst
 
 
-def compare(mode: str, what: str, found: dict, expected: dict, precision: Precision) -> None:
+def compare(
+    mode: str, what: str, found: dict, expected: dict, precision: Precision, hint: str = ''
+) -> None:
     """Report how much the results of a mode differ from the expected ones. Both are groups of
-    tensors by name, as in {'gradients': {'head': ...}}."""
+    tensors by name, as in {'gradients': {'head': ...}}. hint: added if they differ too much."""
     texts, agrees = [], True
     for group, tensors in found.items():
         error, name = difference(tensors, expected[group])
@@ -231,7 +234,8 @@ def compare(mode: str, what: str, found: dict, expected: dict, precision: Precis
             suffix = f' in {name}' if name else ''
             texts[-1] = f'{group} {error:.1e}{suffix} (rounding explains {allowed:.0e})'
             agrees = False
-    report(mode, f'{what}, differences: {", ".join(texts)}', agrees)
+    hint = '' if agrees else hint
+    report(mode, f'{what}, differences: {", ".join(texts)}{hint}', agrees)
 
 
 def seed() -> None:
@@ -315,7 +319,8 @@ def check_slope(
     for x, start in zip(inputs, starts, strict=True):
         x.data.copy_(start)
     precision = FLOAT64._replace(tolerance=tolerance)
-    compare(mode, 'against finite differences', {'slopes': found}, {'slopes': expected}, precision)
+    found, expected = {'slopes': found}, {'slopes': expected}
+    compare(mode, 'against finite differences', found, expected, precision, DETACHES)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -439,7 +444,7 @@ def check_chunk() -> None:
         return
     if detaches:
         del found['gradients']
-    compare('make_chunk', 'as by the model alone', found, expected, FLOAT64)
+    compare('make_chunk', 'as by the model alone', found, expected, FLOAT64, DETACHES)
 
 
 @torch.no_grad()

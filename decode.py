@@ -228,7 +228,8 @@ class Decoder:
         self.generator = seed
         if isinstance(seed, int):
             self.generator = torch.Generator(device).manual_seed(seed)
-        with torch.autocast(device.type, enabled=False):  # the layers cast explicitly
+        # the layers cast explicitly
+        with evaluating(model), torch.autocast(device.type, enabled=False):
             self.weights = model.bind_weights(B, dtype)  # cast once
         self.head = model.head.detach().to(dtype)
         self.versions = versions_of(model)

@@ -191,7 +191,7 @@ class SokobanEnv:
 
 
 class JumanjiEnv(SokobanEnv):
-    """The same boards, moved by Jumanji's own Sokoban-v0.
+    """The same boards, moved and rewarded by Jumanji's own Sokoban-v0.
 
     Raises UserError if a level has fewer than four boxes. jumanji and jax are imported nowhere
     else, and the jax that requirements.txt pins runs on the CPU."""

@@ -74,10 +74,10 @@ def make_boards(
 
 
 def play(boards: SokobanEnv, actions: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """Play actions (N,) int64; return rewards (N,) float64, exact to a tenth, and whether the
-    episodes are done and solved, (N,) bool each."""
+    """Play actions (N,) int64; return rewards (N,) float64, without the error of float32, and
+    whether the episodes are done and solved, (N,) bool each."""
     reward, done, solved = (x.numpy() for x in boards.move(torch.from_numpy(actions)))
-    return reward.astype(np.float64).round(1), done, solved
+    return reward.astype(np.float64).round(5), done, solved
 
 
 def draw(board: ndarray, render_mode: str | None) -> str | ndarray | None:

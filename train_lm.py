@@ -252,6 +252,18 @@ def make_update(
     return update
 
 
+def draw_losses(rank: int) -> None:
+    """Draw loss.png on rank 0, if `plot` is set."""
+
+    def draw() -> None:
+        from support.plots import plot_losses  # only here, because matplotlib imports slowly
+
+        plot_losses(out_dir)
+
+    if plot and rank == 0:
+        ranks.attempt('loss.png', draw)
+
+
 @ranks.explain_errors(
     'a smaller batch_size, block_size or model takes less, and so does --cuda_graphs=False; '
     '--resume=True continues from the last checkpoint'
@@ -273,8 +285,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
     globals().update(config)  # those of the run that is resumed or validated
     if folder.step > max_iters and not eval_only:
         raise UserError(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')
-    if resume == 'auto' and folder.finished and folder.step == max_iters and not eval_only:
+    if folder.finished and folder.step == max_iters and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
+        draw_losses(folder.rank)
         return 0
     if not eval_only:
         need_packages(tensorboard=tensorboard, wandb=wandb)
@@ -315,10 +328,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
             names = [name for name, _, _ in folder.saved.get('shards', [])]
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
-    ranks.compare_ranks(folder.step, shards)
+    ranks.compare_ranks(folder.step, len(folder.records), shards)
     if folder.saved and not eval_only and folder.saved.get('shards') != shards:
         reason = f'was trained on other shards than those in {data_dir}'
         raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
+    before = folder.saved.get('shards') if folder.saved else None  # an export does not tell
+    if before and any(shard not in before for shard in shards):
+        print0(f'{data_dir}: the validation shards are not those of the run')
     if not eval_only:
         loader = Loader(
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
@@ -336,8 +352,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.share_weights(model)
     model.cuda_graphs = graphs is not None
 
-    # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights
-    # or state, choose the rows of a micro-batch and the Triton overrides, and show whether
+    # optimizers, and the streams of this rank. A few trial steps, which leave no trace in weights,
+    # buffers or state, choose the rows of a micro-batch and the Triton overrides, and show whether
     # compilation works. The CUDA graphs of validation and training hold memory at the same time. A
     # new run validates first, and so sizes validation first, in an eighth of the memory; a resumed
     # run sizes training first, to keep its rows.
@@ -422,10 +438,12 @@ def run(config: Settings, at_end: ExitStack) -> int:
             restore_random_states(saved['rng'], device_)
         load_moments([muon, adamw], saved.get('optimizers', []), folder.path_of_saved)
         best_model = settings_of(folder.path / BEST)
-        if best_model.get('validated_on') == [val_tokens, val_streams]:
+        is_ours = best_model.get('step', math.inf) <= step  # the checkpoint may be an earlier one
+        if is_ours and best_model.get('validated_on') == [val_tokens, val_streams]:
             best = best_model['best_val_loss']
         elif best_model:
-            text = 'was chosen on other tokens, and the next validation replaces it'
+            reason = 'was chosen on other tokens' if is_ours else 'is that of a later update'
+            text = f'{reason}, and the next validation replaces it'
             print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
 
@@ -514,7 +532,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         grads.sum_over_ranks()
         norm.copy_(grads.norm())
         loss, stops, norm_ = torch.stack([loss_sum, stop_sum, norm]).tolist()  # the only wait
-        stop = stops > 0
+        stop = stops > 0 or (world == 1 and stopper.signal is not None)
         if not (math.isfinite(loss) and math.isfinite(norm_)):
             problem = f'update {step + 1}: the loss is {loss}, the gradient norm {norm_}'
             break
@@ -560,14 +578,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     else:
         print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}')
     folder.finish(is_finished=status == 0)
-    if status == 0 and plot and rank == 0:
-
-        def draw() -> None:
-            from support.plots import plot_losses  # only here, because matplotlib imports slowly
-
-            plot_losses(out_dir)
-
-        ranks.attempt('loss.png', draw)
+    if status == 0:
+        draw_losses(rank)
     ranks.leave_ranks()
     return status
 

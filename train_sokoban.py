@@ -339,6 +339,23 @@ def progress_line(record: dict) -> str:
     )
 
 
+def count_updates() -> int:
+    """Return the number of updates that take total_steps, or a few more."""
+    return math.ceil(total_steps / (n_envs * unroll))
+
+
+def draw_returns(rank: int) -> None:
+    """Draw curve.png on rank 0, if `plot` is set."""
+
+    def draw() -> None:
+        from support.plots import plot_returns  # only here, because matplotlib imports slowly
+
+        plot_returns(out_dir)
+
+    if plot and rank == 0:
+        ranks.attempt('curve.png', draw)
+
+
 @ranks.explain_errors(
     'fewer n_envs or a smaller unroll take less, and so does --cuda_graphs=False; --resume=True '
     'continues from the last checkpoint'
@@ -358,26 +375,27 @@ def run(config: Settings, at_end: ExitStack) -> int:
         saved = sizes_in(init_from, MODEL_SETTINGS)
         config.adopt(saved, MODEL_SETTINGS, init_from, DEPENDS_ON, print0)
     globals().update(config)  # those of the run that is resumed or evaluated
-    updates = math.ceil(total_steps / (n_envs * unroll))
-    if folder.step > updates and not eval_only:
+    if folder.step > count_updates() and not eval_only:
         steps = f'{folder.step * n_envs * unroll:,} steps'
         raise UserError(f'total_steps = {total_steps:,}: the run in {out_dir} has {steps}')
-    if resume == 'auto' and folder.finished and folder.step == updates and not eval_only:
+    if folder.finished and folder.step == count_updates() and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
+        draw_returns(folder.rank)
         return 0
     if levels and not eval_only:
         raise UserError('levels is a setting of --eval_only=True; a run trains on split')
-    if not eval_only:
-        need_packages(tensorboard=tensorboard, wandb=wandb)
-    board_class = SokobanEnv
-    if env == 'jumanji' and not eval_only:
-        need_packages(jumanji=True, jax=True, gymnasium=True)
-        board_class = JumanjiEnv
 
     rank, world, device_ = ranks.join_ranks(device, threads)
     config['dtype'] = str(ranks.pick_dtype(dtype, device_)).removeprefix('torch.')
     ranks.share_settings(config)
     globals().update(config)
+    updates = count_updates()
+    board_class = SokobanEnv
+    if not eval_only:
+        need_packages(tensorboard=tensorboard, wandb=wandb)
+        if env == 'jumanji':
+            need_packages(jumanji=True, jax=True, gymnasium=True)
+            board_class = JumanjiEnv
     if n_envs % world and not eval_only:
         raise UserError(f'n_envs = {n_envs}: must be a multiple of the {world} ranks')
     torch.manual_seed(seed)
@@ -410,7 +428,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         dist.barrier()
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    ranks.compare_ranks(folder.step, eval_crc, levels_crc)
+    ranks.compare_ranks(folder.step, len(folder.records), eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
         model.eval()
@@ -481,7 +499,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
     if fused.enabled:  # compile before time is measured, if that works here
         start = time.perf_counter()
-        ranks.run_compiled(rollout_and_backward)
+        with ranks.keeping_buffers(model):
+            ranks.run_compiled(rollout_and_backward)
         print0(f'compiled in {time.perf_counter() - start:.0f} s')
         boards.restart(seed)
         count.zero_()
@@ -514,10 +533,12 @@ def run(config: Settings, at_end: ExitStack) -> int:
         moments = [saved['optimizer']] if 'optimizer' in saved else []
         load_moments([optimizer], moments, folder.path_of_saved)
         metadata = settings_of(folder.path / BEST)
-        if metadata.get('eval_crc') == eval_crc:
+        is_ours = metadata.get('step', math.inf) <= step  # the checkpoint may be an earlier one
+        if is_ours and metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
         elif metadata:
-            text = 'was chosen on other levels, and the next evaluation replaces it'
+            reason = 'was chosen on other levels' if is_ours else 'is that of a later update'
+            text = f'{reason}, and the next evaluation replaces it'
             print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
 
@@ -615,7 +636,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         episodes, norm = update(stopper.signal is not None)
         values = torch.cat([grads.extra, norm[None]]).tolist()  # the only wait for the device
         numbers = dict(zip((*STATS, 'stop', 'grad_norm'), values, strict=True))
-        stop = numbers['stop'] > 0
+        stop = numbers['stop'] > 0 or (world == 1 and stopper.signal is not None)
         if not (math.isfinite(numbers['loss']) and math.isfinite(numbers['grad_norm'])):
             values = f'the loss is {numbers["loss"]}, the gradient norm {numbers["grad_norm"]}'
             problem = f'update {step + 1}: {values}'
@@ -640,14 +661,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
         env_steps = f'{step * n_envs * unroll:,} steps in {seconds:.0f} s'
         print0(f'done: {env_steps}, best return {best:.2f}; {out_dir}')
     folder.finish(is_finished=status == 0)
-    if status == 0 and plot and rank == 0:
-
-        def draw() -> None:
-            from support.plots import plot_returns  # only here, because matplotlib imports slowly
-
-            plot_returns(out_dir)
-
-        ranks.attempt('curve.png', draw)
+    if status == 0:
+        draw_returns(rank)
     ranks.leave_ranks()
     return status
 

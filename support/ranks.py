@@ -58,6 +58,17 @@ def attempt(name: str, call: Callable[[], object]) -> None:
         warn(f'{name}: {first_line(error)}')
 
 
+@contextlib.contextmanager
+def keeping_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model after a trial: an edit may count in them, or keep averages."""
+    former = {name: x.clone() for name, x in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, x in model.named_buffers():
+            x.copy_(former[name])
+
+
 def run_compiled(call: Callable[[], object]) -> object:
     """Return call(), which runs compiled functions. If that fails, say why, switch compilation off
     and call it again; an error that has another cause is raised then."""

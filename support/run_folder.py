@@ -19,6 +19,7 @@ from a stranger cannot run code. Under torchrun only rank 0 writes files.
 import contextlib
 import errno
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -308,6 +309,7 @@ class RunFolder:
         self.is_copy = False  # of the folder in which the run was started
         self.trackers = {}
         self.file_lock = None
+        self.unwritten = []  # records that log.jsonl lacks, as while the disk is full
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
         self.command = shlex.join(['python', name, *sys.argv[1:]])
@@ -363,8 +365,10 @@ class RunFolder:
         if has_run:
             advice = f'continue it with --resume=True, or {replace}'
             raise UserError(f'{self.path}: holds a run already: {advice}')
-        # 'auto' replaces a run killed before its first checkpoint, but never a finished run.
-        if is_finished(self.path) or (log_of(self.path) and self.config['resume'] is False):
+        # 'auto' replaces a run killed before its first checkpoint, but none that has lost them.
+        log = log_of(self.path)
+        was_saved = log and log[-1]['step'] >= settings_of(self.path).get('eval_interval', math.inf)
+        if is_finished(self.path) or was_saved or (log and self.config['resume'] is False):
             raise UserError(f'{self.path}: holds a run without a checkpoint: {replace}')
 
     def lock(self) -> None:
@@ -506,16 +510,23 @@ class RunFolder:
         write_json({**self.config, **self.metadata, **more}, self.path / CONFIG)
 
     def log(self, record: dict) -> None:
-        """Append a line to log.jsonl, and pass it to the trackers."""
+        """Append a line to log.jsonl, and pass it to the trackers. What cannot be written, as on a
+        full disk, is tried again with the next line: the disk of the checkpoints may have room."""
         if self.rank > 0:
             return
-        path = self.path / 'log.jsonl'
+        path, size = self.path / 'log.jsonl', None
+        self.unwritten.append(record)
         try:
             with open(path, 'a', encoding='utf-8') as file:
-                file.write(json.dumps(plain(record)) + '\n')
+                size = file.tell()
+                file.writelines(f'{json.dumps(plain(x))}\n' for x in self.unwritten)
+            self.unwritten = []
         except OSError as error:
-            error.filename = str(path)  # the error of a full disk names no file
-            raise
+            with contextlib.suppress(OSError):
+                if size is not None:
+                    os.truncate(path, size)  # so that no line is there twice
+            if len(self.unwritten) == 1:
+                warn(f'{path}: {error.strerror}: its lines wait until they can be written')
         for name, (write, _) in list(self.trackers.items()):
             try:
                 write(record)

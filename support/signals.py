@@ -46,7 +46,7 @@ class Stopper:
         if self.signal is None:
             self.signal, self.time = number, time.monotonic()
             with contextlib.suppress(OSError):  # the terminal is gone; print is not safe here
-                os.write(2, b'\nstopping after this update (ctrl-C again: at once)\n')
+                os.write(2, b'\nstopping after this update or the next (ctrl-C again: at once)\n')
         elif number == signal.SIGINT and time.monotonic() - self.time > under_torchrun():
             raise KeyboardInterrupt
 

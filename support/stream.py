@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.compiling import fused, graphed
-from support.ranks import Throttle, out_of_memory, release_memory, run_compiled
+from support.ranks import (
+    Throttle,
+    keeping_buffers,
+    out_of_memory,
+    release_memory,
+    run_compiled,
+)
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.
@@ -252,7 +258,8 @@ class Stream:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(self.device)
                 before = torch.cuda.memory_reserved(self.device)
-            run_compiled(lambda: chunk(self.x, self.y, self.part))
+            with keeping_buffers(self.model):
+                run_compiled(lambda: chunk(self.x, self.y, self.part))
             if on_gpu:
                 self.memory = torch.cuda.max_memory_reserved(self.device) - before
             fits = True

@@ -1,6 +1,7 @@
 """Small runs of both trainers, and ways to look at what a run prints and writes."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -109,16 +110,17 @@ def run_agent(out, script=train_sokoban, **settings):
 
 
 class StopAt:
-    """A run.Stopper whose signal arrives in the n-th update."""
+    """A Stopper whose signal arrives in the n-th update: after it has been read at its start, or,
+    because ranks read it no second time, before."""
 
     def __init__(self, n):
-        self.n, self.updates = n, 0
+        self.n, self.reads = n if 'WORLD_SIZE' in os.environ else 2 * n, 0
         self.restore = lambda: None
 
     @property
     def signal(self):
-        self.updates += 1
-        return None if self.updates < self.n else 15
+        self.reads += 1
+        return None if self.reads < self.n else 15
 
 
 # ---- what a run prints and writes ----

@@ -201,6 +201,7 @@ def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_on
         tmp_path,
         't_dropout',
         """
+        from decode import Decoder
         from model import experts
         torch.manual_seed(0)
         model, u = make(GPT, n_expert=1, dropout=0.3), torch.randn(999, 16).double()
@@ -214,6 +215,8 @@ def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_on
         assert abs(kept.double().mean() - 0.7) < 0.02
         assert_close(found[kept], expected[kept] / 0.7, 1e-6)
         assert not torch.equal(ffn(training=True), found)
+        decoder = Decoder(model.train(), 1)
+        assert not any(w.training for w in decoder.weights) and model.training
     """,
     )
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -308,6 +309,24 @@ def test_the_log_is_standard_json(tmp_path):
 # ---- whose folder it is
 
 
+def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys):
+    """A line that was cut short is there once. There is one warning, because a line is logged in
+    every update."""
+    folder = open_folder(tmp_path)
+    folder.log({'step': 0})
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, most))  # the second line takes 12 to 24
+    try:
+        folder.log({'step': 1})
+        folder.log({'step': 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert log_of(tmp_path) == [{'step': 0}]
+    assert capsys.readouterr().err.count(f'{tmp_path}/log.jsonl: File too large') == 1
+    folder.log({'step': 3})
+    assert (tmp_path / 'log.jsonl').read_text() == ''.join(f'{{"step": {n}}}\n' for n in range(4))
+
+
 def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_path):
     train(tmp_path)
     before = contents_of(tmp_path)
@@ -340,8 +359,11 @@ def test_a_run_without_a_checkpoint_is_replaced_or_started_by_auto(tmp_path):
     assert train(tmp_path, resume='auto').saved is None
 
 
-def test_a_finished_run_whose_checkpoints_were_removed_is_not_replaced_by_auto(tmp_path):
-    train(tmp_path).finish(True)
+@pytest.mark.parametrize('is_finished, interval', [(True, 10), (False, 2)])
+def test_a_run_whose_checkpoints_were_removed_is_not_replaced_by_auto(
+    tmp_path, is_finished, interval
+):
+    train(tmp_path, defaults={**DEFAULTS, 'eval_interval': interval}).finish(is_finished)
     for name in (LAST, PREV):
         (tmp_path / name).unlink()
     before = contents_of(tmp_path)

@@ -160,6 +160,17 @@ def test_what_is_no_action_is_refused():
     assert env.step(np.int64(RIGHT))[1:3] == (10.9, True)  # solved
 
 
+def test_a_reward_is_that_of_an_edit_without_the_error_of_float32(monkeypatch):
+    def move(self, action, real=SokobanEnv.move):
+        reward, done, solved = real(self, action)
+        return reward + 0.09, done, solved
+
+    monkeypatch.setattr(SokobanEnv, 'move', move)
+    env = gymnasium.make(NAME, disable_env_checker=True, levels=ONE)
+    env.reset(seed=1)
+    assert [env.step(action)[1] for action in (LEFT, RIGHT)] == [-0.01, 10.99]
+
+
 # ---- Jumanji ----
 
 

@@ -127,6 +127,14 @@ def test_a_micro_batch_has_at_most_4096_tokens_on_a_cpu_and_32768_on_a_gpu():
     assert [stream.divisor(B, 64) for B in (96, 67)] == [48, 1]
 
 
+def test_a_trial_leaves_no_trace_in_buffers():
+    """Which an edit may count in."""
+    model = make_model()
+    model.register_buffer('count', torch.zeros(()))
+    Stream(model, 8, 8).choose_rows(lambda *_: model.count.add_(1))
+    assert model.count == 0
+
+
 def fail_beyond(rows, tried):
     """Return a chunk that runs out of memory with more than `rows` rows. What an attempt has
     allocated, its inputs included, must be gone when the next one starts."""

@@ -197,6 +197,18 @@ def test_the_best_model_has_the_lowest_loss_on_the_same_tokens(
     assert settings_of(tmp_path / 'best')['step'] == best
 
 
+def test_the_best_model_is_of_updates_that_the_run_still_has(data, tmp_path, monkeypatch, capsys):
+    """That of update 8 is replaced when the run goes back to update 4."""
+    values = iter([5, 4, 3, 4.5, 6])
+    monkeypatch.setattr(stream.Stream, 'score', lambda *_: torch.tensor([next(values), 1.0]))
+    run_lm(data, tmp_path, max_iters=8)
+    (tmp_path / LAST).unlink()
+    assert resume(tmp_path, '--max_iters=12') == 0
+    assert 'best: is that of a later update, and the next' in capsys.readouterr().out
+    best = settings_of(tmp_path / 'best')
+    assert (best['step'], best['best_val_loss']) == (8, 4.5)
+
+
 def test_a_resumed_run_takes_new_optimizer_settings(data, tmp_path):
     """With learning rates of 0 the weights stay."""
     run_lm(data, tmp_path, max_iters=4)
@@ -209,7 +221,7 @@ def test_a_resumed_run_takes_new_optimizer_settings(data, tmp_path):
 
 def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, monkeypatch, capfd):
     """It may end where it was stopped, not before, and is validated there. A finished run does not
-    need its data, and can be extended."""
+    need its data, takes no settings without an update, and can be extended."""
     with monkeypatch.context() as patch:
         patch.setattr(train_lm, 'Stopper', lambda: StopAt(3))
         run_lm(data, tmp_path)
@@ -220,6 +232,7 @@ def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, 
     before = bytes_in(tmp_path)
     assert run_lm('/nowhere', tmp_path, resume='auto', max_iters=3) == 0
     assert f'{tmp_path}: done, 3 updates' in capfd.readouterr().out
+    assert resume(tmp_path, '--learning_rate=0.5') == 0
     assert bytes_in(tmp_path) == before
     assert run_lm(data, tmp_path, resume='auto', max_iters=4) == 0
     assert last_of(tmp_path)['step'] == 4
@@ -227,7 +240,7 @@ def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, 
 
 def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_path, capfd):
     """It does not read shards that have been added. Shards of other content are other data, even
-    with the same names and sizes."""
+    with the same names and sizes; a model may be validated on them, but a line says so."""
     out, copy = tmp_path / 'out', tmp_path / 'copy'
     run_lm(data, out, max_iters=2)
     shards = last_of(out)['shards']
@@ -239,6 +252,12 @@ def test_a_run_resumes_on_a_copy_of_its_data_and_not_on_other_data(data, tmp_pat
     write_shard(shard, np.roll(read_shard(shard, 256), 1))
     error = error_of(capfd, train_lm, [f'--out_dir={out}', '--resume=True', '--max_iters=4'])
     assert f'other shards than those in {copy}' in error
+    shard = str(copy / 'fineweb_val_000000.bin')
+    message = f'{copy}: the validation shards are not those of the run'
+    for is_other in (False, True):
+        train_lm_as_rank([f'--out_dir={out}', '--eval_only=True', f'--data_dir={copy}'])
+        assert (message in capfd.readouterr().out) == is_other
+        write_shard(shard, np.roll(read_shard(shard, 256), 1))
 
 
 def test_a_resumed_run_may_use_the_overrides_that_it_had(data, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import zlib
 
 from configurator import configure
 from support.script import UserError
@@ -331,6 +332,26 @@ def test_ranks_train_as_one_does_but_for_rounding(tmp_path):
     a, b = last_of(tmp_path / 'a'), last_of(tmp_path / 'b')
     for part in ('boards', 'state', 'model'):
         torch.testing.assert_close(a[part], b[part], rtol=1e-2, atol=1e-3)
+
+
+def train_as_own_rank(out, changes):
+    """Train for two updates as a rank with changes of its own; return a checksum of its weights."""
+    agents, make_agent = [], train_sokoban.make_agent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_sokoban, 'Stopper', lambda: StopAt(2))
+        patch.setattr(
+            train_sokoban, 'make_agent', lambda x: agents.append(make_agent(x)) or agents[0]
+        )
+        assert run_agent(out, **changes[int(os.environ['RANK'])]) == 143
+    weights = torch.nn.utils.parameters_to_vector(agents[0].parameters())
+    return zlib.crc32(weights.detach().numpy())
+
+
+def test_the_settings_of_rank_0_hold_for_all_ranks(tmp_path):
+    """The learning rate falls to 0 at the last update, which follows from them."""
+    changes = [{}, {'total_steps': 9600, 'learning_rate': 1.0, 'env': 'jumanji'}]
+    one, two = run_ranks(2, train_as_own_rank, tmp_path, changes)
+    assert one == two
 
 
 def stop_rank_1(out):
