@@ -25,9 +25,9 @@ from model import (
     State,
     evaluating,
     head_input,
+    logits_of,
     refuse_other_forward,
     run_layer,
-    softcap,
     step,
 )
 from ops import Heads, in_window, rope_table, rotate, to_experts
@@ -155,8 +155,8 @@ def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p:
     keep the likeliest tokens that add up to top_p.
 
     With p the softmax of what is left and noise from Exp(1), the argmax of p / noise is distributed
-    as p."""
-    scaled = logits / temperature
+    as p, in fp32 or wider: in bf16 too many would be equal."""
+    scaled = logits.to(noise.dtype) / temperature
     if 0 < top_k < logits.size(-1):
         scaled = scaled.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     if top_p < 1:
@@ -181,7 +181,7 @@ def head_and_sample(
 ) -> tuple[Tensor, Tensor]:
     """Return logits (B, V) and the next tokens (B,) from the last layer's output s (B, D): sampled
     with the noise (see `sample`), or the likeliest if there is none."""
-    logits = softcap(F.linear(head_input(s, config).to(head.dtype), head).to(s.dtype))
+    logits = logits_of(head_input(s, config), head)
     if noise is None:
         return logits, logits.argmax(-1)
     return logits, sample(logits, noise, temperature, top_k, top_p)
@@ -289,7 +289,9 @@ class Decoder:
                     s = run_layer(w, s, z, ring, config)
             noise = None
             if self.temperature:
-                noise = torch.empty_like(self.logits).exponential_(generator=self.generator)
+                dtype = torch.promote_types(self.logits.dtype, torch.float32)
+                noise = torch.empty_like(self.logits, dtype=dtype)
+                noise.exponential_(generator=self.generator)
             logits, token = head_and_sample(
                 s, self.head, noise, self.temperature, self.top_k, self.top_p, config
             )

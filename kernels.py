@@ -797,12 +797,14 @@ def make_trial(
     lm: model.LanguageModel, B: int, compute_dtype: torch.dtype
 ) -> Callable[[bool], list[torch.Tensor]]:
     """Return the function trial(exact) of overrides.find_agreeing for a language model and B
-    streams with full windows: a training chunk or, in evaluation mode, the decoding of a token. It
-    runs on a copy of the model with random weights. exact: whether all products are in fp32."""
+    streams with full windows: a training chunk or, in evaluation mode, the decoding of a token and
+    the reading of a prompt. It runs on a copy of the model with random weights. exact: whether all
+    products are in fp32."""
     lm = randomize(copy.deepcopy(lm))
     device, is_wide = lm.head.device, compute_dtype == torch.float32
     rng = torch.Generator().manual_seed(1)
-    x, y = torch.randint(len(lm.head), (2, B, unroll.GROUP + 1), generator=rng).to(device)
+    T = unroll.GROUP + 1 if lm.recurrent else lm.config.block_size
+    x, y = torch.randint(len(lm.head), (2, B, T), generator=rng).to(device)
     with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
         empty = lm.init_state(B)  # keys and values in the dtype of products
     s, k, v = (torch.randn(t.shape, generator=rng).to(t) for t in empty[:3])
@@ -827,13 +829,15 @@ def make_trial(
 
     @torch.no_grad()
     def run_token(exact: bool) -> list[torch.Tensor]:
-        """Decode a token; return the logits, s, and the new keys and values."""
+        """Read a prompt and decode a token; return the state after the prompt, the logits, s, and
+        the token's keys and values."""
         lm.overrides = compiling.enabled_overrides()
         decoder = decoders[exact]
+        after_prompt = decoder.prefill(x, state)[:3]
         decoder.load(state)
         decoder.token.copy_(x[:, 0])
         decoder.run_token()
         entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
-        return [t.clone() for t in (decoder.logits, decoder.s, *entries)]
+        return [t.clone() for t in (*after_prompt, decoder.logits, decoder.s, *entries)]
 
     return run_token

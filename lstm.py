@@ -48,17 +48,21 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
 
     def init_state(self, B: int) -> tuple[Tensor, Tensor]:
         """Return the zero state of B streams."""
-        h, c = torch.zeros(2, 1, B, self.lstm.hidden_size, device=self.head.device)
+        h, c = self.head.new_zeros(2, 1, B, self.lstm.hidden_size)
         return h, c
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, state: tuple | None = None
     ) -> tuple:
-        """Return logits (B, T, V) in fp32, or with targets the Loss; and the next state, detached.
-        idx, targets: (B, T)."""
+        """Return logits (B, T, V) in fp32 or wider, or with targets the Loss; and the next state,
+        detached. idx, targets: (B, T). Raises ValueError for targets of another shape."""
+        if targets is not None and targets.shape != idx.shape:
+            shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
+            raise ValueError(f'targets of shape {shapes}: expected a target for each token')
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         state = tuple(s.detach() for s in state)
-        logits = F.linear(x, self.head, self.head_bias).float()  # (B, T, V)
+        logits = F.linear(x, self.head, self.head_bias)  # (B, T, V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if targets is None:
             return logits, state
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

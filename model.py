@@ -294,6 +294,12 @@ def softcap(x: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(x / SOFTCAP)
 
 
+def logits_of(x: Tensor, head: Tensor) -> Tensor:
+    """Return the logits (..., V) of the head's input x (..., D), in the dtype of x. head (V, D): in
+    the dtype of products."""
+    return softcap(F.linear(x.to(head.dtype), head).to(x.dtype))
+
+
 @fused
 def losses(logits: Tensor, targets: Tensor, config: object) -> tuple[Tensor, Tensor]:
     """Return the training objective and the cross-entropy, summed over rows, in nats. logits (N, V)
@@ -442,7 +448,7 @@ class State(NamedTuple):
     absolute position: cached keys are normalized but not rotated, and are rotated by their slot in
     the window when they are read."""
 
-    s: Tensor  # (B, D) fp32, the last layer's output; empty (B, 0) for GPT
+    s: Tensor  # (B, D), the last layer's output, in the dtype of the weights; empty (B, 0) for GPT
     k: Tensor  # (L, B, C, W, K), newest entry last
     v: Tensor  # (L, B, C, W, K)
     count: Tensor  # (B,) int64, the number of filled entries
@@ -621,11 +627,11 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     ) -> tuple[Tensor | Loss, State | None]:
         """Run a chunk. idx, targets: (B, T) int64.
 
-        Returns logits (B, T, V) in fp32, or with targets the Loss in nats per token; and the state
-        after the chunk. No gradient flows from it into the chunk (truncated back-propagation).
-        Without a state, RecurrentGPT starts from init_state; GPT attends causally over the whole
-        chunk, as in training, and returns None as the state. Raises ValueError for targets of
-        another shape than idx."""
+        Returns logits (B, T, V) in the dtype of the weights, or with targets the Loss in nats per
+        token; and the state after the chunk. No gradient flows from it into the chunk (truncated
+        back-propagation). Without a state, RecurrentGPT starts from init_state; GPT attends
+        causally over the whole chunk, as in training, and returns None as the state. Raises
+        ValueError for targets of another shape than idx."""
         if targets is not None and targets.shape != idx.shape:
             shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
             raise ValueError(f'targets of shape {shapes}: expected a target for each token')
@@ -634,8 +640,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             with use_overrides(self.overrides):
                 loss = head_loss(x.flatten(0, 1), self.head, targets.flatten(), self.config)
             return loss, state
-        dtype = matmul_dtype(x)
-        return softcap(F.linear(x.to(dtype), self.head.to(dtype)).to(x.dtype)), state
+        return logits_of(x, self.head.to(matmul_dtype(x))), state
 
     def num_params(self) -> dict[str, int]:
         """Return the number of parameters: 'total', 'embedding', 'head' (0 if it is tied to the
@@ -867,12 +872,13 @@ def run_layer_on_sequence(
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode within a with statement: an edit, such as dropout, may read
     its `training`."""
-    training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        module.train(training)
+        for part, training in modes:
+            part.training = training
 
 
 def refuse_other_forward(model: LanguageModel) -> None:

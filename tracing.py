@@ -51,7 +51,7 @@ class KeptWeights:
         self.heads, self.T, self.width, self.count = heads, T, width, count
         self.cos, self.sin = rope_table(k.size(2) + T, heads.K, k)
         self.unrotated, self.values = list(k.unbind(2)), list(v.unbind(2))  # (B, C, K) each
-        self.keys = list(rotate(k, self.cos[:-T], self.sin[:-T]).unbind(2))
+        self.keys = list(rotate(k, self.cos[:-T], self.sin[:-T]).to(k.dtype).unbind(2))
         self.weights = []
 
     def angles(self) -> tuple[Tensor, Tensor]:
@@ -86,10 +86,6 @@ def trace(model: LanguageModel, ids: Tensor, state: State | None = None) -> Trac
     Raises ValueError for a class that overrides the forward."""
     refuse_other_forward(model)
     B, T = ids.shape
-    z = model.embed(ids)  # (B, T, D)
-    start = model.init_state(B) if state is None else state
-    s, k, v = (x.to(z.dtype) for x in start[:3])
-    W = k.size(3)
     outputs = []  # of every layer at every token
 
     def run_layer(*arguments: object) -> Tensor:
@@ -98,6 +94,10 @@ def trace(model: LanguageModel, ids: Tensor, state: State | None = None) -> Trac
 
     original = model_file.run_layer
     with evaluating(model), torch.autocast(ids.device.type, enabled=False):
+        z = model.embed(ids)  # (B, T, D)
+        start = model.init_state(B) if state is None else state
+        s, k, v = (x.to(z.dtype) for x in start[:3])
+        W = k.size(3)
         weights = [w._replace(down=KeptInputs(w.down)) for w in model.bind_weights(B, z.dtype)]
         caches = [
             KeptWeights(model.heads, T, w.window, *entries, start.count)

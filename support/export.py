@@ -16,6 +16,8 @@ import os
 import pathlib
 import re
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Self
 
 from support.script import UserError, first_line, print0
@@ -197,7 +199,8 @@ class PublishedModel(
     of a config.json, and `entries()`, which returns the entries that rebuild the model: 'recurrent'
     and in 'model' the sizes."""
 
-    metadata: dict = {}  # the entries of config.json with which the model was loaded
+    # The entries of config.json with which the model was loaded; of one that was built, none.
+    metadata: Mapping = MappingProxyType({})
 
     @classmethod
     def from_pretrained(cls, name: Path, *, device: str = 'cpu', **options: object) -> Self:
@@ -246,7 +249,7 @@ class PublishedModel(
         self,
         save_directory: Path,
         *,
-        config: dict | None = None,
+        config: Mapping | None = None,
         model_card_kwargs: dict | None = None,
         repo_id: str | None = None,
         push_to_hub: bool = False,

@@ -236,6 +236,19 @@ def test_noise_of_zero_chooses_no_token_that_is_left_out_or_unlikely(
         assert sample_token(logits, noise, temperature, top_k, top_p) == 0
 
 
+def test_noise_of_a_model_in_bf16_has_fp32(monkeypatch):
+    """In bf16 many tokens would be equal, and the smaller one be sampled."""
+    dtypes = []
+
+    def record(logits, noise, *args):
+        dtypes.append(noise.dtype)
+        return sample_token(logits, noise, *args)
+
+    monkeypatch.setattr('decode.sample', record)
+    generate(make(RecurrentGPT).bfloat16(), tokens(1, 3), 2, temperature=1)
+    assert set(dtypes) == {torch.float32}
+
+
 @devices
 @both_models
 def test_generation_follows_the_reference_and_repeats_with_the_seed(model_type, device):

@@ -9,7 +9,7 @@ import torch
 from reference import assert_close, assert_same_state, make, rms_norm, rotate, tokens
 
 from decode import generate
-from model import GPT, LayerParams, RecurrentGPT
+from model import GPT, LanguageModel, LayerParams, RecurrentGPT
 from tracing import trace
 
 both_models = pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
@@ -23,6 +23,15 @@ def test_the_trace_leads_to_the_logits(model_type):
     logits, _ = model(x, state=model.init_state(2))
     s = rms_norm(trace(model, x).s[-1])
     assert_close(15 * torch.tanh(s @ model.head.T / 15), logits)
+
+
+@both_models
+@torch.no_grad()
+def test_a_model_in_bf16_is_traced(model_type):
+    model, x = make(model_type, window=3).bfloat16(), tokens(2, 7)
+    logits, _ = model(x, state=model.init_state(2))
+    s = rms_norm(trace(model, x).s[-1].double())
+    assert_close(15 * torch.tanh(s @ model.head.T.double() / 15), logits.double(), 0.05)
 
 
 @both_models
@@ -91,14 +100,20 @@ def kept_entries(state):
 
 @both_models
 def test_the_model_is_in_evaluation_mode_and_then_trains_again(model_type, monkeypatch):
-    """An edit, such as dropout, reads the model's flag."""
-    model, modes, bind = make(model_type), [], LayerParams.bind
-    monkeypatch.setattr(
-        LayerParams, 'bind', lambda w, *args: modes.append(w.training) or bind(w, *args)
-    )
+    """An edit, such as dropout, reads the flag of the model or of a layer. A layer that was in
+    evaluation mode before stays so."""
+    model, modes = make(model_type), []
+
+    def record(function):
+        return lambda self, *args: modes.append(self.training) or function(self, *args)
+
+    monkeypatch.setattr(LayerParams, 'bind', record(LayerParams.bind))
+    monkeypatch.setattr(LanguageModel, 'embed', record(LanguageModel.embed))
+    model.layers[0].eval()
     trace(model, tokens(1, 3))
     generate(model, tokens(1, 3), 2)
-    assert modes and not any(modes) and model.training and model.layers[0].training
+    assert modes and not any(modes) and model.training
+    assert [layer.training for layer in model.layers[:2]] == [False, True]
     generate(model.eval(), tokens(1, 3), 2)
     assert not model.training
 

@@ -232,7 +232,7 @@ def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, 
     before = bytes_in(tmp_path)
     assert run_lm('/nowhere', tmp_path, resume='auto', max_iters=3) == 0
     assert f'{tmp_path}: done, 3 updates' in capfd.readouterr().out
-    assert resume(tmp_path, '--learning_rate=0.5') == 0
+    assert resume(tmp_path, '--max_iters=3', '--learning_rate=0.5') == 0
     assert bytes_in(tmp_path) == before
     assert run_lm(data, tmp_path, resume='auto', max_iters=4) == 0
     assert last_of(tmp_path)['step'] == 4
@@ -282,7 +282,7 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
 ):
     run_lm(data, tmp_path, max_iters=2)
     path, saved = tmp_path / LAST, last_of(tmp_path)
-    argv = [f'--out_dir={tmp_path}', '--resume=True']
+    argv = [f'--out_dir={tmp_path}', '--resume=True', '--max_iters=3']
     for damage in (
         {'step': None},
         {'optimizers': saved['optimizers'][:1]},
@@ -313,7 +313,8 @@ def test_a_checkpoint_of_other_optimizers_is_refused(data, tmp_path, monkeypatch
     run_lm(data, tmp_path, max_iters=2)
     make = train_lm.make_optimizers
     monkeypatch.setattr(train_lm, 'make_optimizers', lambda model: edit(*make(model)))
-    error = error_of(capfd, train_lm, [f'--out_dir={tmp_path}', '--resume=True'])
+    argv = [f'--out_dir={tmp_path}', '--resume=True', '--max_iters=3']
+    error = error_of(capfd, train_lm, argv)
     assert 'last.pt: was not written by the optimizers of this code' in error
     assert 'damaged' not in error
 
@@ -488,6 +489,16 @@ def test_the_lstm_has_the_size_of_our_model():
     config = model.ModelConfig(256, n_embd=128, window=12, n_expert=2)
     baseline, experts = build_lstm(config, True), model.build_model(config, True)
     assert 0.98 < baseline.num_params()['total'] / experts.num_params()['total'] < 1.02
+
+
+def test_the_lstm_runs_in_float64_and_refuses_other_targets():
+    lstm = build_lstm(model.ModelConfig(256, n_embd=128), True).double()
+    x, y = torch.randint(256, (2, 2, 5))
+    logits, _ = lstm(x, None, lstm.init_state(2))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    assert logits.dtype == torch.float64 and lstm(x, y)[0].objective == expected
+    with pytest.raises(ValueError, match='targets of shape'):
+        lstm(x, y.T)
 
 
 # ---- evaluation

@@ -411,7 +411,7 @@ def test_resume_refuses_other_settings_and_other_levels(tmp_path, capfd):
     settings = {'split': levels, 'total_steps': 24}
 
     def refusal(**changes):
-        argv = agent_arguments(out, resume=True, **{**settings, **changes})
+        argv = agent_arguments(out, resume=True, **{**settings, 'total_steps': 48, **changes})
         return error_of(capfd, train_sokoban, argv)
 
     np.save(levels, generate(12, 1, 3, 6)[0])
@@ -423,7 +423,7 @@ def test_resume_refuses_other_settings_and_other_levels(tmp_path, capfd):
 
 
 def test_resume_refuses_the_moments_of_another_optimizer(tmp_path, capfd, monkeypatch):
-    argv = agent_arguments(tmp_path, total_steps=24)
+    argv = agent_arguments(tmp_path, total_steps=48)
     assert run_agent(tmp_path, total_steps=24) == 0
     monkeypatch.setattr(torch.optim, 'Adam', lambda params, lr, **_: torch.optim.SGD(params, lr))
     error = error_of(capfd, train_sokoban, [*argv, '--resume=True'])

@@ -123,20 +123,32 @@ def test_a_backward_that_is_interrupted_frees_its_memory(monkeypatch):
     assert not any(ref() for ref in refs)
 
 
-TRIALS = [(False, 'attention', {'experts', 'loss'}), (True, 'experts', {'attention'})]
+TRIALS = [  # decoding, the form that is wrong, in which calls, the others
+    (False, 'attention', object, {'experts', 'loss'}),
+    (True, 'experts', object, {'attention'}),
+    (True, 'attention', unroll.ChunkCache, {'experts'}),
+]
 
 
 @interpreted
-@pytest.mark.parametrize('decoding, broken, expected', TRIALS, ids=['training', 'decoding'])
-def test_a_form_that_is_off_by_10_percent_is_not_used(monkeypatch, decoding, broken, expected):
-    """In the trial of a training chunk, or of a token that is decoded, which has no loss."""
+@pytest.mark.parametrize(
+    'decoding, broken, last_argument, expected', TRIALS, ids=['training', 'decoding', 'prompt']
+)
+def test_a_form_that_is_off_by_10_percent_is_not_used(
+    monkeypatch, decoding, broken, last_argument, expected
+):
+    """In the trial of a training chunk, or of a prompt and a token after it, which have no loss."""
     monkeypatch.setattr(unroll, 'GROUP', 2)
     sizes = {'n_layer': 1, 'n_expert': 1, 'n_embd': 24, 'n_head': 2, 'n_kv_head': 1}
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
     form = compiling.registered[broken]
-    monkeypatch.setitem(compiling.registered, broken, lambda *args: 1.1 * form(*args))
+
+    def wrong(*args):
+        return form(*args) * (1.1 if isinstance(args[-1], last_argument) else 1)
+
+    monkeypatch.setitem(compiling.registered, broken, wrong)
     trial = kernels.make_trial(model, 2, torch.float32)
     agreeing, lines = overrides.find_agreeing(trial, sorted({broken, *expected}))
     assert agreeing == expected and len(lines) == 1, lines
