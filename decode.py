@@ -155,7 +155,7 @@ def sample(logits: Tensor, noise: Tensor, temperature: float, top_k: int, top_p:
     keep the likeliest tokens that add up to top_p.
 
     With p the softmax of what is left and noise from Exp(1), the argmax of p / noise is distributed
-    as p, in fp32 or wider: in bf16 too many would be equal."""
+    as p. Both are in fp32 or wider, because bf16 would make many ratios equal."""
     scaled = logits.to(noise.dtype) / temperature
     if 0 < top_k < logits.size(-1):
         scaled = scaled.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
@@ -278,7 +278,8 @@ class Decoder:
     def run_token(self) -> None:
         """Run one token per stream on the device alone, so that a CUDA graph can hold it."""
         model, config = self.model, self.model.config
-        with use_overrides(model.overrides), torch.autocast(self.token.device.type, enabled=False):
+        autocast = torch.autocast(self.token.device.type, enabled=False)
+        with use_overrides(model.overrides), evaluating(model), autocast:
             self.position.advance()
             z = model.embed(self.token)
             if model.recurrent:
@@ -322,7 +323,8 @@ class Decoder:
         stream = Stream(self.model, rows, T, rows, compute_dtype=self.compute_dtype)
         if state is not None:
             copy_state(stream.state, state)
-        stream.read(idx, progress)
+        with evaluating(self.model):
+            stream.read(idx, progress)
         self.load(stream.state)
         return stream.state
 

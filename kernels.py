@@ -797,13 +797,13 @@ def make_trial(
     lm: model.LanguageModel, B: int, compute_dtype: torch.dtype
 ) -> Callable[[bool], list[torch.Tensor]]:
     """Return the function trial(exact) of overrides.find_agreeing for a language model and B
-    streams with full windows: a training chunk or, in evaluation mode, the decoding of a token and
-    the reading of a prompt. It runs on a copy of the model with random weights. exact: whether all
+    streams with full windows: a training chunk or, in evaluation mode, a prompt and a token that is
+    decoded. It runs on a copy of the model with random weights. exact: whether all
     products are in fp32."""
     lm = randomize(copy.deepcopy(lm))
     device, is_wide = lm.head.device, compute_dtype == torch.float32
     rng = torch.Generator().manual_seed(1)
-    T = unroll.GROUP + 1 if lm.recurrent else lm.config.block_size
+    T = unroll.GROUP + 1 if lm.recurrent else lm.config.block_size  # two groups; a whole product
     x, y = torch.randint(len(lm.head), (2, B, T), generator=rng).to(device)
     with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
         empty = lm.init_state(B)  # keys and values in the dtype of products

@@ -85,8 +85,8 @@ class LayerWeights(NamedTuple):
     expert separately if W is a stack of E matrices. Every other weight is a tensor. To add a
     weight, or a setting that layers do not share, add a field here and fill it in
     LayerParams.bind. Muon trains parameters of layers whose last two sides both exceed 1, as
-    matrices or stacks of them: store a vector of each expert as (E, 1, D). What lies outside the
-    layers is among the scalars (LanguageModel.param_groups)."""
+    matrices or stacks of them: store a vector of each expert as (E, 1, D). AdamW trains those
+    outside the layers, as scalars, except embedding and head (LanguageModel.param_groups)."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -381,8 +381,8 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
 
 # ---- sizes and state -----------------------------------------------------------------------------
 
-# Matrices that FLOPs leave out; every other one counts as a product of each token. Add yours if it
-# is looked up, or used in training alone.
+# Matrices that FLOPs leave out; every other one counts as a product of each token. Add the
+# name of one that is only looked up, like an embedding, or only used in training.
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')
 CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
 MODEL_RANGES = {  # of the fields of ModelConfig, and so of settings of train_lm.py

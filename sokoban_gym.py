@@ -74,8 +74,8 @@ def make_boards(
 
 
 def play(boards: SokobanEnv, actions: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """Play actions (N,) int64; return rewards (N,) float64, without the error of float32, and
-    whether the episodes are done and solved, (N,) bool each."""
+    """Play actions (N,) int64; return rewards (N,) float64, rounded to 1e-5, because they are
+    computed in float32, and whether the episodes are done and solved, (N,) bool each."""
     reward, done, solved = (x.numpy() for x in boards.move(torch.from_numpy(actions)))
     return reward.astype(np.float64).round(5), done, solved
 

@@ -328,7 +328,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             names = [name for name, _, _ in folder.saved.get('shards', [])]
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
-    ranks.compare_ranks(folder.step, len(folder.records), shards)
+    ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), shards)
     if folder.saved and not eval_only and folder.saved.get('shards') != shards:
         reason = f'was trained on other shards than those in {data_dir}'
         raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')

@@ -428,7 +428,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         dist.barrier()
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    ranks.compare_ranks(folder.step, len(folder.records), eval_crc, levels_crc)
+    ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
         model.eval()

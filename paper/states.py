@@ -103,7 +103,7 @@ class Answer(NamedTuple):
     """An answer in a text: the bytes begin .. end - 1, all of which must be right."""
 
     length: int  # what accuracies are tabulated by: the number of moves
-    first: int  # the first byte of what the answer follows from, such as an earlier arrangement
+    first: int  # the first byte that determines the answer, as of the arrangement before
     begin: int
     end: int
 
@@ -283,7 +283,7 @@ def tracked(accuracies: Series) -> int:
 def name_lines(frame: DataFrame) -> Series:
     """Return the name of each run's line. Finished runs that differ in seed and text alone share
     one: kind, sizes, settings that differ, the mean training data and time of updates, and the
-    `scored_step` of models that are not the last ones. The name of an unfinished run ends in its
+    `scored_step` if it is not the last update. The name of an unfinished run ends in its
     `scored_step` instead."""
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)

@@ -168,7 +168,7 @@ def compare_ranks(*values: object) -> None:
     """Raise UserError if the ranks have different values, which tell of their files."""
     if not agree(*values):
         advice = 'give all hosts the same files'
-        raise UserError(f'the ranks differ in data or checkpoints: {advice}')
+        raise UserError(f'the ranks differ in data, checkpoints or log.jsonl: {advice}')
 
 
 def share_weights(model: torch.nn.Module) -> None:

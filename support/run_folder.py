@@ -309,7 +309,7 @@ class RunFolder:
         self.is_copy = False  # of the folder in which the run was started
         self.trackers = {}
         self.file_lock = None
-        self.unwritten = []  # records that log.jsonl lacks, as while the disk is full
+        self.unwritten = []  # records that could not be written to log.jsonl yet
         self.keep = PREV  # the name under which `save` keeps the last checkpoint
         name = os.path.basename(script)
         self.command = shlex.join(['python', name, *sys.argv[1:]])
@@ -365,7 +365,8 @@ class RunFolder:
         if has_run:
             advice = f'continue it with --resume=True, or {replace}'
             raise UserError(f'{self.path}: holds a run already: {advice}')
-        # 'auto' replaces a run killed before its first checkpoint, but none that has lost them.
+        # 'auto' replaces a run killed before its first checkpoint, but not one whose checkpoints
+        # were removed.
         log = log_of(self.path)
         was_saved = log and log[-1]['step'] >= settings_of(self.path).get('eval_interval', math.inf)
         if is_finished(self.path) or was_saved or (log and self.config['resume'] is False):
@@ -510,29 +511,39 @@ class RunFolder:
         write_json({**self.config, **self.metadata, **more}, self.path / CONFIG)
 
     def log(self, record: dict) -> None:
-        """Append a line to log.jsonl, and pass it to the trackers. What cannot be written, as on a
-        full disk, is tried again with the next line: the disk of the checkpoints may have room."""
+        """Append a line to log.jsonl, and pass the record to the trackers. While the disk is full the
+        run goes on, because last.pt may be a link to another disk: lines are tried again."""
         if self.rank > 0:
             return
-        path, size = self.path / 'log.jsonl', None
         self.unwritten.append(record)
         try:
-            with open(path, 'a', encoding='utf-8') as file:
-                size = file.tell()
-                file.writelines(f'{json.dumps(plain(x))}\n' for x in self.unwritten)
-            self.unwritten = []
+            self.write_log()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                if size is not None:
-                    os.truncate(path, size)  # so that no line is there twice
             if len(self.unwritten) == 1:
-                warn(f'{path}: {error.strerror}: its lines wait until they can be written')
+                warn(
+                    f'{error.filename}: {error.strerror}: new lines are tried again with later ones'
+                )
         for name, (write, _) in list(self.trackers.items()):
             try:
                 write(record)
             except Exception as error:  # noqa: BLE001  a tracker must never end a run
                 warn(f'{name} is switched off: {first_line(error)}')
                 del self.trackers[name]
+
+    def write_log(self) -> None:
+        """Append the unwritten records to log.jsonl, all or none."""
+        path, size = self.path / 'log.jsonl', None
+        try:
+            with open(path, 'a', encoding='utf-8') as file:
+                size = file.tell()
+                file.writelines(f'{json.dumps(plain(x))}\n' for x in self.unwritten)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if size is not None:
+                    os.truncate(path, size)  # so that no line is there twice
+            error.filename = str(path)  # the error of a full disk names no file
+            raise
+        self.unwritten = []
 
     def save(self, **parts: object) -> None:
         """Save a checkpoint, completely or not at all; the one before it stays as prev.pt."""
@@ -576,6 +587,8 @@ class RunFolder:
         so that `--resume=auto` and sweeps leave it alone."""
         if self.rank > 0:
             return
+        if self.unwritten:
+            self.write_log()
         if is_finished:
             self.write_config(finished=True)
         for name, (_, close) in self.trackers.items():

@@ -110,8 +110,8 @@ def run_agent(out, script=train_sokoban, **settings):
 
 
 class StopAt:
-    """A Stopper whose signal arrives in the n-th update: after it has been read at its start, or,
-    because ranks read it no second time, before."""
+    """A Stopper whose signal stops the run after the n-th update. One process reads `signal` twice
+    in each update, a rank once."""
 
     def __init__(self, n):
         self.n, self.reads = n if 'WORLD_SIZE' in os.environ else 2 * n, 0
