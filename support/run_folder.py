@@ -511,8 +511,8 @@ class RunFolder:
         write_json({**self.config, **self.metadata, **more}, self.path / CONFIG)
 
     def log(self, record: dict) -> None:
-        """Append a line to log.jsonl, and pass the record to the trackers. While the disk is full the
-        run goes on, because last.pt may be a link to another disk: lines are tried again."""
+        """Append a line to log.jsonl, and pass the record to the trackers. While the disk is full
+        the run goes on, because last.pt may be a link to another disk: lines are tried again."""
         if self.rank > 0:
             return
         self.unwritten.append(record)
@@ -520,9 +520,7 @@ class RunFolder:
             self.write_log()
         except OSError as error:
             if len(self.unwritten) == 1:
-                warn(
-                    f'{error.filename}: {error.strerror}: new lines are tried again with later ones'
-                )
+                warn(f'{error.filename}: {error.strerror}: lines are tried again with later ones')
         for name, (write, _) in list(self.trackers.items()):
             try:
                 write(record)

@@ -215,8 +215,13 @@ def test_dropout_keeps_a_share_of_the_ffns_outputs_and_their_mean_in_training_on
         assert abs(kept.double().mean() - 0.7) < 0.02
         assert_close(found[kept], expected[kept] / 0.7, 1e-6)
         assert not torch.equal(ffn(training=True), found)
-        decoder = Decoder(model.train(), 1)
-        assert not any(w.training for w in decoder.weights) and model.training
+        logits = []
+        for training in (False, True):
+            decoder = Decoder(model.train(training), 1)
+            decoder.prefill(torch.tensor([[1, 2, 3]]))
+            decoder.step(torch.tensor([4]))
+            logits.append(decoder.logits.clone())
+        assert torch.equal(*logits) and logits[0].std() > 0.01 and model.training
     """,
     )
 

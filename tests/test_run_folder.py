@@ -309,7 +309,8 @@ def test_the_log_is_standard_json(tmp_path):
 # ---- whose folder it is
 
 
-def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys):
+@pytest.mark.parametrize('last', [{'step': 3}, None], ids=['the next line', 'the end'])
+def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys, last):
     """A line that was cut short is there once. There is one warning, because a line is logged in
     every update."""
     folder = open_folder(tmp_path)
@@ -323,8 +324,12 @@ def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     assert log_of(tmp_path) == [{'step': 0}]
     assert capsys.readouterr().err.count(f'{tmp_path}/log.jsonl: File too large') == 1
-    folder.log({'step': 3})
-    assert (tmp_path / 'log.jsonl').read_text() == ''.join(f'{{"step": {n}}}\n' for n in range(4))
+    if last is None:
+        folder.finish(True)
+    else:
+        folder.log(last)
+    text = ''.join(f'{{"step": {n}}}\n' for n in range(3 if last is None else 4))
+    assert (tmp_path / 'log.jsonl').read_text() == text
 
 
 def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_path):

@@ -292,7 +292,7 @@ def test_a_checkpoint_is_refused_if_its_parts_do_not_fit_or_ranks_read_others(
         assert f'{path}: ' in error_of(capfd, train_lm, argv)
     torch.save(saved, path)
     monkeypatch.setattr(ranks, 'agree', lambda *values: 2 not in values)
-    assert 'the ranks differ in data or checkpoints' in error_of(capfd, train_lm, argv)
+    assert 'the ranks differ in data, checkpoints or log.jsonl' in error_of(capfd, train_lm, argv)
 
 
 def sgd(group):
@@ -445,7 +445,7 @@ def test_ranks_start_with_the_same_settings_and_weights(data, trained, tmp_path)
     shard = str(copy / 'fineweb_train_000002.bin')
     write_shard(shard, np.roll(read_shard(shard, 256), 1))
     refused = run_ranks(2, train_as_own_rank, [*argv, '--overwrite=True'], changes)
-    assert all('the ranks differ in data or checkpoints' in x for x in refused)
+    assert all('the ranks differ in data, checkpoints or log.jsonl' in x for x in refused)
     argv.append('--overwrite=True')
     argv.append(f'--init_from={trained / "recurrent"}')
     run_lm(data, tmp_path / 'one', max_iters=1, val_streams=4, init_from=trained / 'recurrent')
