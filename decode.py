@@ -368,6 +368,5 @@ def generate(
         raise ValueError(f'ids of shape {tuple(ids.shape)}, n = {n}: {expected}')
     ids = ids.to(model.embedding.device)
     options = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'seed': seed}
-    with evaluating(model):
-        tokens = list(Decoder(model, len(ids), **options).generate(ids, n))
+    tokens = list(Decoder(model, len(ids), **options).generate(ids, n))
     return torch.cat([ids, *(token[:, None] for token in tokens)], 1)

@@ -798,12 +798,13 @@ def make_trial(
 ) -> Callable[[bool], list[torch.Tensor]]:
     """Return the function trial(exact) of overrides.find_agreeing for a language model and B
     streams with full windows: a training chunk or, in evaluation mode, a prompt and a token that is
-    decoded. It runs on a copy of the model with random weights. exact: whether all
-    products are in fp32."""
+    decoded. It runs on a copy of the model with random weights. exact: whether all products are in
+    fp32."""
     lm = randomize(copy.deepcopy(lm))
     device, is_wide = lm.head.device, compute_dtype == torch.float32
     rng = torch.Generator().manual_seed(1)
-    T = unroll.GROUP + 1 if lm.recurrent else lm.config.block_size  # two groups; a whole product
+    # Tokens in two groups of the unroll; without recurrence, as many as a prompt's product has.
+    T = unroll.GROUP + 1 if lm.recurrent else lm.config.block_size
     x, y = torch.randint(len(lm.head), (2, B, T), generator=rng).to(device)
     with torch.autocast(device.type, compute_dtype, enabled=not is_wide):
         empty = lm.init_state(B)  # keys and values in the dtype of products
@@ -828,7 +829,7 @@ def make_trial(
     decoders = [decode.Decoder(lm, B, dtype) for dtype in (compute_dtype, torch.float32)]
 
     @torch.no_grad()
-    def run_token(exact: bool) -> list[torch.Tensor]:
+    def run_decoder(exact: bool) -> list[torch.Tensor]:
         """Read a prompt and decode a token; return the state after the prompt, the logits, s, and
         the token's keys and values."""
         lm.overrides = compiling.enabled_overrides()
@@ -840,4 +841,4 @@ def make_trial(
         entries = (decoder.keys[:, :, 0], decoder.values[:, :, 0])
         return [t.clone() for t in (*after_prompt, decoder.logits, decoder.s, *entries)]
 
-    return run_token
+    return run_decoder

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import IGNORED, LanguageModel, Loss, ModelConfig, build_model
+from model import IGNORED, LanguageModel, Loss, ModelConfig, build_model, check_targets
 from support.export import PublishedModel
 from support.run_folder import export_in, settings_of
 
@@ -56,9 +56,7 @@ class LSTM(nn.Module, PublishedModel, pipeline_tag='text-generation'):
     ) -> tuple:
         """Return logits (B, T, V) in fp32 or wider, or with targets the Loss; and the next state,
         detached. idx, targets: (B, T). Raises ValueError for targets of another shape."""
-        if targets is not None and targets.shape != idx.shape:
-            shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
-            raise ValueError(f'targets of shape {shapes}: expected a target for each token')
+        check_targets(idx, targets)
         x, state = self.lstm(F.embedding(idx, self.embedding), state)  # (B, T, hidden)
         state = tuple(s.detach() for s in state)
         logits = F.linear(x, self.head, self.head_bias)  # (B, T, V)

@@ -379,10 +379,17 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, config: object) -> Los
         return Loss(*HeadLoss.apply(x, weight, targets, dtype, config, wants_grads))
 
 
+def check_targets(idx: Tensor, targets: Tensor | None) -> None:
+    """Raise ValueError for targets of another shape than the tokens idx (B, T)."""
+    if targets is not None and targets.shape != idx.shape:
+        shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
+        raise ValueError(f'targets of shape {shapes}: expected a target for each token')
+
+
 # ---- sizes and state -----------------------------------------------------------------------------
 
-# Matrices that FLOPs leave out; every other one counts as a product of each token. Add the
-# name of one that is only looked up, like an embedding, or only used in training.
+# Matrices that FLOPs leave out; every other one counts as a product of each token. Add the name of
+# one that is only looked up, like an embedding, or only used in training.
 NOT_IN_CORE = ('embedding', 'head', 'router_k', 'expert_embedding')
 CPU_BF16_IS_FAST = ranks.bf16_is_fast('cpu')  # a constant, because compiled functions read it
 MODEL_RANGES = {  # of the fields of ModelConfig, and so of settings of train_lm.py
@@ -632,9 +639,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
         back-propagation). Without a state, RecurrentGPT starts from init_state; GPT attends
         causally over the whole chunk, as in training, and returns None as the state. Raises
         ValueError for targets of another shape than idx."""
-        if targets is not None and targets.shape != idx.shape:
-            shapes = f'{tuple(targets.shape)}, tokens of shape {tuple(idx.shape)}'
-            raise ValueError(f'targets of shape {shapes}: expected a target for each token')
+        check_targets(idx, targets)
         x, state = self.core(idx, state)  # (B, T, D)
         if targets is not None:
             with use_overrides(self.overrides):
@@ -872,13 +877,14 @@ def run_layer_on_sequence(
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode within a with statement: an edit, such as dropout, may read
     its `training`."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for part in training:
+            part.training = True
 
 
 def refuse_other_forward(model: LanguageModel) -> None:

@@ -252,16 +252,11 @@ def make_update(
     return update
 
 
-def draw_losses(rank: int) -> None:
-    """Draw loss.png on rank 0, if `plot` is set."""
+def draw_losses() -> None:
+    """Draw loss.png."""
+    from support.plots import plot_losses  # only here, because matplotlib imports slowly
 
-    def draw() -> None:
-        from support.plots import plot_losses  # only here, because matplotlib imports slowly
-
-        plot_losses(out_dir)
-
-    if plot and rank == 0:
-        ranks.attempt('loss.png', draw)
+    plot_losses(out_dir)
 
 
 @ranks.explain_errors(
@@ -287,7 +282,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
         raise UserError(f'max_iters = {max_iters}: the run in {out_dir} has {folder.step} updates')
     if folder.finished and folder.step == max_iters and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
-        draw_losses(folder.rank)
+        if plot and folder.rank == 0:
+            ranks.attempt('loss.png', draw_losses)
         return 0
     if not eval_only:
         need_packages(tensorboard=tensorboard, wandb=wandb)
@@ -329,12 +325,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
     ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), shards)
-    if folder.saved and not eval_only and folder.saved.get('shards') != shards:
+    saved_shards = folder.saved.get('shards') if folder.saved else None  # an export has none
+    if eval_only:
+        if saved_shards and any(shard not in saved_shards for shard in shards):
+            print0(f'{data_dir}: the validation shards are not those of the run')
+    elif folder.saved and saved_shards != shards:
         reason = f'was trained on other shards than those in {data_dir}'
         raise UserError(f'{folder.path_of_saved}: {reason}: give the same data_dir')
-    before = folder.saved.get('shards') if folder.saved else None  # an export does not tell
-    if before and any(shard not in before for shard in shards):
-        print0(f'{data_dir}: the validation shards are not those of the run')
     if not eval_only:
         loader = Loader(
             train_shards, B=B * world, T=T, V=V, carries=recurrent, seed=seed, share=(rank, world)
@@ -438,11 +435,11 @@ def run(config: Settings, at_end: ExitStack) -> int:
             restore_random_states(saved['rng'], device_)
         load_moments([muon, adamw], saved.get('optimizers', []), folder.path_of_saved)
         best_model = settings_of(folder.path / BEST)
-        is_ours = best_model.get('step', math.inf) <= step  # the checkpoint may be an earlier one
-        if is_ours and best_model.get('validated_on') == [val_tokens, val_streams]:
+        is_later = best_model.get('step', math.inf) > step  # if this is an earlier checkpoint
+        if not is_later and best_model.get('validated_on') == [val_tokens, val_streams]:
             best = best_model['best_val_loss']
         elif best_model:
-            reason = 'was chosen on other tokens' if is_ours else 'is that of a later update'
+            reason = 'is that of a later update' if is_later else 'was chosen on other tokens'
             text = f'{reason}, and the next validation replaces it'
             print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
@@ -578,8 +575,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     else:
         print0(f'done: {step} updates in {seconds:.0f} s, best val loss {best:.4f}; {out_dir}')
     folder.finish(is_finished=status == 0)
-    if status == 0:
-        draw_losses(rank)
+    if status == 0 and plot and rank == 0:
+        ranks.attempt('loss.png', draw_losses)
     ranks.leave_ranks()
     return status
 

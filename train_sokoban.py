@@ -340,20 +340,15 @@ def progress_line(record: dict) -> str:
 
 
 def count_updates() -> int:
-    """Return the number of updates that take total_steps, or a few more."""
+    """Return the number of updates of a run: total_steps over the steps of one, rounded up."""
     return math.ceil(total_steps / (n_envs * unroll))
 
 
-def draw_returns(rank: int) -> None:
-    """Draw curve.png on rank 0, if `plot` is set."""
+def draw_returns() -> None:
+    """Draw curve.png."""
+    from support.plots import plot_returns  # only here, because matplotlib imports slowly
 
-    def draw() -> None:
-        from support.plots import plot_returns  # only here, because matplotlib imports slowly
-
-        plot_returns(out_dir)
-
-    if plot and rank == 0:
-        ranks.attempt('curve.png', draw)
+    plot_returns(out_dir)
 
 
 @ranks.explain_errors(
@@ -380,7 +375,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
         raise UserError(f'total_steps = {total_steps:,}: the run in {out_dir} has {steps}')
     if folder.finished and folder.step == count_updates() and not eval_only:
         print0(f'{out_dir}: done, {folder.step} updates')
-        draw_returns(folder.rank)
+        if plot and folder.rank == 0:
+            ranks.attempt('curve.png', draw_returns)
         return 0
     if levels and not eval_only:
         raise UserError('levels is a setting of --eval_only=True; a run trains on split')
@@ -533,11 +529,11 @@ def run(config: Settings, at_end: ExitStack) -> int:
         moments = [saved['optimizer']] if 'optimizer' in saved else []
         load_moments([optimizer], moments, folder.path_of_saved)
         metadata = settings_of(folder.path / BEST)
-        is_ours = metadata.get('step', math.inf) <= step  # the checkpoint may be an earlier one
-        if is_ours and metadata.get('eval_crc') == eval_crc:
+        is_later = metadata.get('step', math.inf) > step  # if this is an earlier checkpoint
+        if not is_later and metadata.get('eval_crc') == eval_crc:
             best = metadata['best']
         elif metadata:
-            reason = 'was chosen on other levels' if is_ours else 'is that of a later update'
+            reason = 'is that of a later update' if is_later else 'was chosen on other levels'
             text = f'{reason}, and the next evaluation replaces it'
             print0(f'{folder.path / BEST}: {text}: copy it, to keep it')
     saved = folder.saved = None  # free its memory
@@ -661,8 +657,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
         env_steps = f'{step * n_envs * unroll:,} steps in {seconds:.0f} s'
         print0(f'done: {env_steps}, best return {best:.2f}; {out_dir}')
     folder.finish(is_finished=status == 0)
-    if status == 0:
-        draw_returns(rank)
+    if status == 0 and plot and rank == 0:
+        ranks.attempt('curve.png', draw_returns)
     ranks.leave_ranks()
     return status
 

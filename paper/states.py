@@ -297,10 +297,10 @@ def name_lines(frame: DataFrame) -> Series:
     cost = of_line[['last_tokens', 'seconds']].transform('mean')
     trained = (cost['last_tokens'] / 1e6).map(', trained on {:.1f} MB'.format)
     trained += cost['seconds'].map(' in {:.0f} s'.format)
-    first, last = (of_line['scored_step'].transform(end).astype(str) for end in ('min', 'max'))
-    scored = ', scored at update ' + first.where(first == last, first + ' to ' + last)
-    is_earlier = of_line['scored_step'].transform('min') < frame['step']
-    trained += scored.where(is_earlier, '')
+    first, last = (of_line['scored_step'].transform(end) for end in ('min', 'max'))
+    scored = ', scored at update ' + first.astype(str)
+    scored += (' to ' + last.astype(str)).where(first < last, '')
+    trained += scored.where(first < frame['step'], '')
     unfinished = frame['scored_step'].map(', not finished, its model of update {}'.format)
     return name + trained.where(finished, unfinished)
 
@@ -322,7 +322,8 @@ def tabulate(scores: DataFrame) -> DataFrame:
                 row[str(length)] = f'{one["accuracy"].mean():.2f}{marks}'
         rows.append(row)
     table = DataFrame(rows)
-    return table[[*table.columns[:5], *sorted(table.columns[5:], key=int)]]
+    lengths = sorted(filter(str.isdecimal, table), key=int)
+    return table[['task', 'model', 'seeds', 'mean', 'tracked', *lengths]]
 
 
 def draw(scores: DataFrame, title: str = TITLE, label: str = MOVES_LABEL) -> Figure:

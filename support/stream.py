@@ -17,13 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.compiling import fused, graphed
-from support.ranks import (
-    Throttle,
-    keeping_buffers,
-    out_of_memory,
-    release_memory,
-    run_compiled,
-)
+from support.ranks import Throttle, keeping_buffers, out_of_memory, release_memory, run_compiled
 
 # Most tokens of a micro-batch. GPU: the share of each of the paper's four GPUs in an update. CPU:
 # more would not be faster.

@@ -306,9 +306,6 @@ def test_the_log_is_standard_json(tmp_path):
     assert json.loads((tmp_path / 'log.jsonl').read_text())['loss'] is None
 
 
-# ---- whose folder it is
-
-
 @pytest.mark.parametrize('last', [{'step': 3}, None], ids=['the next line', 'the end'])
 def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys, last):
     """A line that was cut short is there once. There is one warning, because a line is logged in
@@ -330,6 +327,9 @@ def test_lines_for_which_the_disk_has_no_room_are_written_later(tmp_path, capsys
         folder.log(last)
     text = ''.join(f'{{"step": {n}}}\n' for n in range(3 if last is None else 4))
     assert (tmp_path / 'log.jsonl').read_text() == text
+
+
+# ---- whose folder it is
 
 
 def test_a_folder_with_a_run_is_refused_unless_it_is_resumed_or_replaced(tmp_path):
