@@ -6,11 +6,13 @@ Arguments are read from left to right and a later one wins, as in nanoGPT. Unlik
 executed: a config file holds lines `name = literal`.
 
 A script calls `configure(globals())`. Its settings are the assignments of literals to lowercase
-names that precede the first def, class or other block. A value must have the type of the setting's
-default, where a number may stand for a tuple of one; if the default is None, any literal is
-allowed, and other text is a string. The script may define RANGES, the allowed values by name: a
-pair (low, high) for a number or for each number of a tuple, or a list of values. Every other number
-must be at least 0, unless its default is negative.
+names, from the first one on to the next def, class or other block. Among them, what is computed has
+a name in capitals or with a leading _, so that it cannot pass for a setting.
+
+A value must have the type of the setting's default, where a number may stand for a tuple of one; if
+the default is None, any literal is allowed, and other text is a string. The script may define
+RANGES, the allowed values by name: a pair (low, high) for a number or for each number of a tuple,
+or a list of values. Every other number must be at least 0, unless its default is negative.
 """
 
 import ast
@@ -25,9 +27,18 @@ from collections.abc import Callable, Iterable
 
 from support.script import UserError, find_rank
 
-from support.values import BROKEN, convert, literal, problem_of
+from support.values import BROKEN, convert, literal, problem_of, tuples
 
 EXPECTED = {bool: 'True or False', int: 'an integer', float: 'a finite number', str: 'a string'}
+
+
+def assigned_names(node: ast.stmt) -> list[str]:
+    """Return the names to which a statement assigns."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign | ast.AugAssign):
+        targets = [node.target]
+    found = [x for target in targets for x in ast.walk(target)]
+    return [x.id for x in found if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
 
 
 class Script:
@@ -45,16 +56,24 @@ class Script:
         first, last = 0, 0  # of the lines with settings
         lines = source.split('\n')
         for node in tree.body:
-            if hasattr(node, 'body'):
+            if hasattr(node, 'body') and self.defaults:
                 break
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    with contextlib.suppress(ValueError):  # a computed value is not a setting
-                        if name == name.lower() and not name.startswith('_'):
-                            self.defaults[name] = literal(value)
-                            last = node.end_lineno
-                case _ if not self.defaults:
+            names = assigned_names(node)
+            if not any(name == name.lower() and not name.startswith('_') for name in names):
+                if not self.defaults:
                     first = node.end_lineno  # docstring, imports
+                continue
+            try:
+                (name,) = names
+                value = literal(None if isinstance(node, ast.AugAssign) else node.value)
+            except ValueError:
+                if self.defaults:  # as no setting it would be missing from the model and the run
+                    line = f'{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:60]!r}'
+                    advice = 'a name for computed values needs capitals, or a leading _'
+                    raise UserError(f'{line}: expected `name = literal`: {advice}') from None
+            else:
+                self.defaults[name] = value
+                last = node.end_lineno
         while last < len(lines) and re.match(' +#', lines[last]):
             last += 1  # further lines of the last comment
         self.lines = lines[first:last]
@@ -187,7 +206,7 @@ class Settings(dict):
         Raises UserError, which names the `source`, for a value of another type."""
         saved = {**self.defaults, **saved}
         for name in names:
-            value = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # of JSON
+            value = tuples(saved[name])  # of JSON
             differ = [other for other in depends_on.get(name, ()) if saved[other] != self[other]]
             if name in self.set_by_user or value == self[name]:
                 continue

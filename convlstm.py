@@ -453,15 +453,15 @@ def set_precision(model: Agent) -> None:
         torch.backends.cudnn.allow_tf32 = False
 
 
-def load_agent(folder: str, which: str = 'best', device: str = 'cpu') -> Agent:
+def load_agent(folder: str, which: str = 'best', device: str = 'cpu', dtype: str = '') -> Agent:
     """Return the agent of a run of train_sokoban.py, or of an export. Its `metadata` has the
     entries of an export's config.json, such as 'settings', those of the run.
 
-    which: of a run the 'best' agent, if it has one, or the 'last'. Raises UserError if the folder
-    holds no agent, or a file is damaged."""
+    which: of a run the 'best' agent, if it has one, or the 'last'. dtype: 'float32' or 'bfloat16';
+    '': that of the run. Raises UserError if the folder holds no agent, or a file is damaged."""
     agent = Agent.load_trained(folder, which, device)
     with restoring(folder):
-        dtype = agent.metadata.get('settings', {}).get('dtype', 'auto')
+        dtype = dtype or agent.metadata.get('settings', {}).get('dtype', 'auto')
         agent.config.dtype = str(ranks.pick_dtype(dtype, device)).removeprefix('torch.')
     set_precision(agent)
     return agent

@@ -85,13 +85,13 @@ from tokenizer import PIECE, REAL_VOCAB, TOKENIZERS, VOCAB, Tokenizer, cutter, g
 data_dir = ''         # '' = data/fineweb for FineWeb, else data/<source>_<tokenizer>
 tokenizer = 'gpt2'    # 'gpt2', or 'bytes': 256 ids instead of 50,257, for small models
 shard_tokens = 100_000_000  # tokens per training shard (2 bytes each)
-val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a data set, 5% of the
-                      # tokens of local text (at most shard_tokens)
+val_tokens = 0        # tokens of the validation shard; 0 = shard_tokens for a data set; 5% of its
+                      # tokens for local text (at most shard_tokens) and for a smaller data set
 # source: choose one of these
 pretokenized = 0      # number of ready-made GPT-2 training shards of FineWeb, at most 103
 dataset = ''          # name of a data set on the Hub, or a folder: its .txt, .jsonl, .csv and
-                      # .parquet files are read or, if it has none, those of its most frequent
-                      # kind, unless a data set card or `save_to_disk` describes its splits
+                      # .parquet files are read or, if it has none, those of the kind with most
+                      # bytes, unless a data set card or `save_to_disk` describes its splits
 text = ''             # files or patterns, separated by commas: .txt (one document per file), .jsonl
                       # and .csv (one per row), all also as .gz or .xz, and .parquet
 demo = False          # the speeches in corpus/, shuffled with seed 1337
@@ -116,7 +116,7 @@ RANGES = {
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEMO_CORPUS = os.path.join(ROOT, 'corpus', 'sotu.jsonl.xz')
 DEMO_SEED = 1337
-VAL_FRACTION = 0.05  # of local text
+VAL_FRACTION = 0.05  # of local text, and of a data set of less than a shard
 FEW_DOCUMENTS = 20  # local text of fewer documents is cut into blocks
 BLOCK = 10_000  # characters of such a block, before the rest of its last word
 MIN_BYTES = 5000  # of local text
@@ -305,9 +305,11 @@ def files_in(folder: str) -> list[str]:
 
 def list_folder(folder: str) -> list[str]:
     """Return the files of a folder that are read: those of READERS or, if there are none, those of
-    the most frequent kind. Print which are left out."""
+    the kind with most bytes. Print which are left out."""
     files = files_in(folder)
-    kinds = collections.Counter(kind_of(file) for file in files)
+    kinds = collections.Counter()
+    for file in files:
+        kinds[kind_of(file)] += os.path.getsize(file)
     chosen = READERS if kinds.keys() & READERS else [kind for kind, _ in kinds.most_common(1)]
     if left_out := [file for file in files if kind_of(file) not in chosen]:
         names = ', '.join(os.path.relpath(file, folder) for file in left_out[:20])
@@ -349,12 +351,19 @@ def open_files(paths: list[str], seed: int, config: dict) -> Source:
 def open_function(documents: Callable[[], Iterable[str]], config: dict) -> Source:
     """Return the source of the documents that a function yields."""
     name = documents.__name__
+    former = None
 
     def read() -> Iterator[Text]:
+        nonlocal former
         values = documents()
+        if values is former and isinstance(values, Iterator):
+            raise UserError(f'{name}() returned one iterator twice: it must make a new one')
+        former = values
         if not isinstance(values, Iterable):
             raise UserError(f'{name}() returned {values!r}: it must yield texts')
         for number, value in enumerate(values, 1):
+            if not (value is None or isinstance(value, str)):
+                raise UserError(f'{name}() yields {value!r:.50}: it must yield texts')
             yield Text(f'{name}, document {number}', True, value)
 
     return open_texts(read, name, config['shuffle_seed'], config)
@@ -619,12 +628,14 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
     and the number of tokens of this batch that the shard has used. So a run that is killed repeats
     at most one shard.
     """
+    encoder = get_tokenizer(config['tokenizer'])
     meta = open_meta(
         folder,
         tokenizer=config['tokenizer'],
         source=source.name,
         shard_tokens=config['shard_tokens'],
         val_tokens=source.val_tokens,
+        vocabulary=zlib.crc32(repr(encoder.table).encode()),  # it may be edited under its name
     )
     lengths = meta['shards']
 
@@ -654,7 +665,7 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         parts.clear()
 
     batches = [] if is_complete() else source.open(meta)(position)
-    for position, tokens, faults in encode_ahead(get_tokenizer(meta['tokenizer']), batches):
+    for position, tokens, faults in encode_ahead(encoder, batches):
         if faults and not config['skip_bad']:
             raise UserError(f'{faults[0]}: {SKIP}')
         for fault in faults[: max(0, NAMED - left_out)]:
@@ -677,6 +688,12 @@ def prepare(source: Source, folder: str, config: dict) -> dict:
         # The loader refuses shards that are shorter than a batch, so that a tiny remainder must not
         # become one.
         minimum = max(MIN_TOKENS, meta['shard_tokens'] // 100)
+        if parts and not lengths and not config['val_tokens']:  # all are less than one shard
+            tokens = np.concatenate(parts)
+            n = max(1, int(VAL_FRACTION * len(tokens)))
+            write_shard(shard_path(folder, 0), tokens[:n])
+            lengths.append(n)  # is in meta.json together with the next
+            parts = [tokens[n:]]
         if parts and (len(lengths) < 2 or sum(map(len, parts)) >= minimum):
             finish_shard((None, 0, left_out))
     finish(folder, meta)

@@ -27,6 +27,7 @@ import zlib
 from configurator import configure
 from support.script import UserError, first_line, print0, run_script
 
+import filelock
 import numpy as np
 from numpy import ndarray
 from numpy.random import Generator
@@ -259,7 +260,10 @@ def load_levels(levels_dir: str, split: str, download: bool = False) -> tuple[nd
         raise UserError(f'{split!r}: no such file; a split has a name such as unfiltered-train')
     else:
         if download and not split_files(folder, split):
-            download_split(folder, split)
+            os.makedirs(folder, exist_ok=True)
+            with filelock.FileLock(os.path.join(folder, f'.{split}.lock')):
+                if not split_files(folder, split):  # another process may have downloaded it
+                    download_split(folder, split)
         paths = split_files(folder, split)
         files = '1 file' if len(paths) == 1 else f'{len(paths)} files'
         source = f'{split} from {files} in {folder}'

@@ -430,7 +430,7 @@ class ModelConfig:
             if D % 192 and D % 128:
                 raise UserError(
                     f'n_embd = {D} is a multiple of neither 192 (heads of 96) nor 128 (of 64): '
-                    'set n_head'
+                    'choose such an n_embd, or set n_head'
                 )
             self.n_head = D // 96 if D % 192 == 0 else D // 64
         H = self.n_head

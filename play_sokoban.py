@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor
 
-from convlstm import Agent, load_agent
+from convlstm import AGENT_RANGES, Agent, load_agent
 from levels import WALL, board_text, plan_image, save_gif, select_levels
 from sokoban import TIME_LIMIT, FeatureRecorder, evaluate, load_policy, replay, run_episodes
 from support import ranks
@@ -61,9 +61,15 @@ probe = ''                     # a probe of this agent from paper/probe.py, whic
 gif = ''                       # write a game into this file instead of showing it
 export = ''                    # write the agent into this folder, as safetensors and JSON
 device = 'auto'                # 'auto': cuda if there is one; or 'cpu', 'cuda', 'cuda:1'
+dtype = ''                     # of the agent's convolutions: 'float32', 'bfloat16'; '': as trained
 # fmt: on
 PROBE = 'probe.safetensors'  # a plan probe (paper/probe.py) in the folder of an exported agent
-RANGES = {'which': ['best', 'last'], 'n_levels': (1, math.inf), 'ms': (10, 60_000)}
+RANGES = {
+    'which': ['best', 'last'],
+    'dtype': ['', *AGENT_RANGES['dtype']],
+    'n_levels': (1, math.inf),
+    'ms': (10, 60_000),
+}
 
 # Settings of the levels for a policy, and for an agent that was saved without those of its run.
 EASY = {
@@ -263,7 +269,7 @@ def main() -> None:
     if policy:
         agent = load_policy(policy)
     else:
-        agent = load_agent(out_dir, which, torch_device)
+        agent = load_agent(out_dir, which, torch_device, dtype)
         about = {**EASY, **agent.metadata.get('settings', {})}
     if export:
         refuse_best(export)

@@ -92,7 +92,8 @@ class SokobanEnv:
         observe()       observations (N, rows, columns, channels) uint8, for an agent whose
                         AgentConfig (convlstm.py) has their board_size and planes
         move(action)    plays actions (N,) int64, 0..3, resets nothing, and returns the rewards
-                        fp32, whether the episode is done and whether it is solved, bool, (N,) each
+                        fp32, whether the episode is done and whether it is solved, bool, (N,) each;
+                        an evaluation moves on after the end of an episode, and ignores the results
         reset(mask)     starts the next episode on the boards where mask (N,) bool is true
         restart(seed)   starts all boards again, with the random levels of a seed; with a mask (N,)
                         bool, only those where it is true
@@ -206,14 +207,14 @@ class JumanjiEnv(SokobanEnv):
 
         # this generator is never called; others download their levels when they are created
         game = Sokoban(generator.ToyGenerator(), time_limit=self.time_limit)
-        self.State = types.State
+        self.JumanjiState = types.State
         self.play = jax.jit(jax.vmap(game.step))
 
     def move(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert the boards to Jumanji's state, play its step and convert the result back."""
         board = self.observe().cpu().numpy()
         agent = self.agent.cpu().numpy().astype(np.int32)
-        before = self.State(
+        before = self.JumanjiState(
             key=np.zeros((self.N, 2), np.uint32),
             variable_grid=board[..., 0],
             fixed_grid=board[..., 1],
@@ -298,7 +299,7 @@ def run_episodes(
                 action = sample_actions(logits, random_bits(keys, env.steps))
             actions[:, t] = action * alive
             reward, done, solved = env.move(action)
-            returns += reward * alive
+            returns += torch.where(alive, reward, 0)
             steps += alive
             won |= solved & alive
             alive &= ~done

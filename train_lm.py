@@ -32,6 +32,7 @@ from overrides import choose_overrides
 from support import ranks
 from support.compiling import fused, graphed
 from support.export import initialize_from, load_weights, refuse_unknown_sizes
+from support.files import plain
 from support.loader import Loader, checksum_of, find_shards, fingerprint, load_val
 from support.muon import Muon
 from support.packages import need_packages
@@ -409,7 +410,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         if world > 1:
             dist.all_reduce(totals)
         nats, tokens, size = totals.tolist()
-        return nats / tokens, nats / math.log(2) / size
+        return nats / tokens, nats / math.log(2) / size if size else math.nan  # tokens of no text
 
     if eval_only:
         loss, bits = validate(val_x, val_y)
@@ -490,7 +491,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 overrides=in_use,
                 step=step,
                 seconds=seconds,
-                record=record,
+                record=plain(record),  # without numbers of NumPy
                 rng=gather_random_states(device_),
             )
             saved_at = step

@@ -34,7 +34,6 @@ from configurator import Settings, configure
 from support.script import UserError, print0, run_script
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -411,8 +410,6 @@ def run(config: Settings, at_end: ExitStack) -> int:
     fused.enabled = compile
 
     # levels
-    if download and rank > 0:
-        dist.barrier()  # until rank 0 has downloaded them
     if eval_only:
         is_whole = levels not in ('', 'generated')  # of a split or file, all levels
         n = math.inf if is_whole else eval_games
@@ -420,8 +417,6 @@ def run(config: Settings, at_end: ExitStack) -> int:
         eval_levels, eval_line = select_levels(eval_settings, evaluation=True)
     else:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
-    if download and rank == 0 and world > 1:
-        dist.barrier()
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
     ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), eval_crc, levels_crc)

@@ -2,7 +2,7 @@
 
 Goal: easy levels (one box, at most 8 moves), learned within few environment steps, so that a study
 fits on two cores. Expected: it solves a half to three quarters of the levels; a random policy one
-in thirteen. Hardware and time: one CPU core, about six minutes.
+in nine. Hardware and time: one CPU core, about six minutes.
 
     python train_sokoban.py config/convlstm_tiny.py
 """

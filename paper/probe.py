@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from convlstm import PLANES, Agent, build_agent, load_agent
+from convlstm import AGENT_RANGES, PLANES, Agent, build_agent, load_agent
 from levels import AGENT, CELLS, load_level_sets, plan_image
 from paper.plans import script_of
 from paper.sweep import DATA, NEUTRAL
@@ -90,11 +90,13 @@ learning_rate = 1e-3           # of AdamW
 weight_decay = 1e-3            # of AdamW
 # system
 device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda' or 'cuda:1'
+dtype = ''                     # of agents' convolutions: 'float32', 'bfloat16'; '' = as trained
 threads = 0                    # CPU threads; 0 = torch's choice
 # fmt: on
 # -----------------------------------------------------------------------------
 RANGES = {
     'which': ['last', 'best'],
+    'dtype': ['', *AGENT_RANGES['dtype']],
     'precision': (0.01, 1),
     'threads': (0, 1024),
     **dict.fromkeys(('n_train', 'n_test', 'first', 'min_levels'), (1, inf)),
@@ -135,7 +137,7 @@ class Player(NamedTuple):
 
 def load_player(folder: str, device: str) -> Player:
     """Return the agent in a folder, of a run or of an export."""
-    agent = load_agent(folder, which, device)
+    agent = load_agent(folder, which, device, dtype)
     settings = {
         'n_levels': 1,
         'eval_games': 1,

@@ -128,7 +128,7 @@ def open_meta(folder: str | os.PathLike, **identity: str | int) -> dict:
             raise UserError(f'{folder} holds shards without meta.json: choose another --data_dir')
         return {**identity, 'finished': False, 'shards': []}
     for key, value in identity.items():
-        before = meta.get(key)
+        before = meta.get(key, value)  # older versions wrote fewer entries
         content = CONTENT.findall(str(value))  # a text under another name is the same text
         is_same_text = content and content == CONTENT.findall(str(before))
         if before != value and not is_same_text:

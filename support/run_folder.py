@@ -50,7 +50,7 @@ from support.files import (
 )
 from support.ranks import device_name, out_of_memory
 from support.trackers import open_trackers
-from support.values import convert
+from support.values import convert, tuples
 
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
@@ -203,9 +203,11 @@ def load_checkpoint(path: Path) -> dict:
         if out_of_memory(error):
             raise
         reason = f'damaged, cut short or not a checkpoint ({first_line(error)})'
+        advice = 'give another file, or delete it'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
             reason = 'holds Python objects, refused because loading them could run code'
-        raise UserError(f'{path}: {reason}: give another file, or delete it') from None
+            advice = 'if you trust it, torch.load(..., weights_only=False) reads it'
+        raise UserError(f'{path}: {reason}: {advice}') from None
 
 
 def load_last(folder: Path) -> tuple[dict, pathlib.Path]:
@@ -426,8 +428,8 @@ class RunFolder:
         lost = {k: x for start in later for k, x in start.get('changes', {}).items()}
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
-            old = before.get(name, config.defaults[name])  # the script may be newer than the run
-            old = tuple(old) if isinstance(old, list) else old  # from JSON
+            # the script may be newer than the run; an export has lists for tuples
+            old = tuples(before.get(name, config.defaults[name]))
             value = config.from_command_line.get(name, old)
             value = old if value == RESOLVED.get(name) else value
             if name in fixed and value != old:
@@ -544,7 +546,8 @@ class RunFolder:
         self.unwritten = []
 
     def save(self, **parts: object) -> None:
-        """Save a checkpoint, completely or not at all; the one before it stays as prev.pt."""
+        """Save a checkpoint, completely or not at all; the one before it stays as prev.pt. Raises
+        UserError if a part is no tensor or plain value: a resumed run refuses other objects."""
         if self.rank > 0:
             return
         saved = {'config': dict(self.config), 'metadata': self.metadata}
@@ -552,11 +555,15 @@ class RunFolder:
         def write(file):
             try:
                 torch.save({**saved, **parts}, file)
+                file.flush()
             except RuntimeError as error:
                 # When the disk is full, torch hides the OSError behind an error of its own.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
+            if objects := torch.serialization.get_unsafe_globals_in_checkpoint(file.name):
+                reason = f'an edit saves {objects[0]}, which a resumed run would refuse'
+                raise UserError(f'{path}: not saved: {reason}: save tensors and plain values')
 
         path, keep = self.path / LAST, self.keep
         # A link leads to a larger disk, where both checkpoints stay. The links of a copied folder

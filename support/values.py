@@ -11,6 +11,11 @@ from support.script import UserError
 BROKEN = (SyntaxError, ValueError, ArithmeticError, TypeError, MemoryError, RecursionError)
 
 
+def tuples(value: object) -> object:
+    """Return a value from JSON with tuples for its lists, also for those within lists."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
 def literal(source: str | ast.expr) -> object:
     """Return the value of a literal: a string, a finite number, True, False, None, or a tuple or
     list of these (as a tuple). Raises ValueError for anything else. Nothing is executed."""

@@ -4,6 +4,7 @@ starts and ends; and files.py."""
 import errno
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from support.values import check_fields
 
 SCRIPT = '''"""Trains a toy."""
 import math
+here = math.pi
+try:
+    import wandb as w
+except ImportError:
+    w = None
 # fmt: off
 # I/O
 out_dir = 'out'  # where the
@@ -36,7 +42,8 @@ learning_rate = 2e-2
 threads = None  # None = all
 name = ''
 offset = -1
-computed = math.sqrt(4)
+pairs = ((0, 1), (2, 3))
+_computed = math.sqrt(4)
 COUNT = 3
 _hidden = 1
 def after():
@@ -48,11 +55,13 @@ DEFAULTS = {
     'resume': False,
     'n_layer': 2,
     'n_embd': 128,
+    'n_head': 3,
     'betas': (0.8, 0.95),
     'learning_rate': 0.02,
     'threads': None,
     'name': '',
     'offset': -1,
+    'pairs': ((0, 1), (2, 3)),
 }
 RANGES = {
     'resume': [False, True, 'auto'],
@@ -72,8 +81,22 @@ def configure_toy(tmp_path, monkeypatch):
 # ---- settings ----
 
 
-def test_settings_are_the_literals_above_the_first_function(configure_toy):
+def test_settings_are_the_literals_up_to_a_function(configure_toy):
     assert configure_toy() == DEFAULTS
+
+
+@pytest.mark.parametrize('line', [
+    'n_embd = 8 * 4',
+    'width = n_embd',
+    'n_embd, n_head = 128, 2',
+    'n_embd: int',
+    'n_embd *= 2',
+])  # fmt: skip
+def test_a_line_that_only_looks_like_a_setting_is_refused(tmp_path, line):
+    """If it were ignored, the model and the saved settings would lack it."""
+    path = tmp_path / 'toy.py'
+    path.write_text(SCRIPT.replace('resume = False', line))
+    assert_refused(re.escape(f'{path}:12: {line!r}: expected `name = literal`: '), Script, path)
 
 
 FILES = {
@@ -194,13 +217,17 @@ def test_settings_are_adopted_unless_the_user_has_set_them_or_what_they_depend_o
     config = configure_toy('--n_layer=3', '--n_embd=128', '--name=a')
     depends_on = {'offset': ('n_embd',), 'threads': ('offset',), 'betas': ('name',)}
     lines = []
-    names = ['n_layer', 'n_embd', 'betas', 'offset', 'threads']
-    config.adopt(saved | {'name': 'a'}, names, 'run', depends_on, lines.append)
-    assert config == DEFAULTS | {'n_layer': 3, 'name': 'a', 'betas': (0.5, 0.6)}
+    saved |= {'name': 'a', 'pairs': [[4, 5]]}  # from JSON, as betas are
+    names = ['n_layer', 'n_embd', 'betas', 'offset', 'threads', 'pairs']
+    config.adopt(saved, names, 'run', depends_on, lines.append)
+    assert config == DEFAULTS | {'n_layer': 3, 'name': 'a', 'betas': (0.5, 0.6)} | {
+        'pairs': ((4, 5),)
+    }
     assert lines == [
         'betas = (0.5, 0.6)  (from run)',
         'offset = 7 of run is not taken: n_embd differs',
         'threads = 2 of run is not taken: offset differs',
+        'pairs = ((4, 5),)  (from run)',
     ]
     for damage in ({'offset': 'a'}, {'offset': None}):
         assert_refused('^run: damaged: offset', config.adopt, damage, ['offset'], 'run', {})

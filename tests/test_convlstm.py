@@ -294,6 +294,8 @@ def test_a_loaded_agent_has_the_dtype_of_its_run_and_no_tf32_if_that_is_float32(
 ):
     monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', True)
     make().save_pretrained(tmp_path, config={'settings': {'dtype': dtype}})
+    assert load_agent(tmp_path, dtype='float32').config.dtype == 'float32'
+    torch.backends.cudnn.allow_tf32 = True
     assert load_agent(tmp_path).config.dtype == dtype
     assert torch.backends.cudnn.allow_tf32 == (dtype == 'bfloat16')
 

@@ -149,7 +149,9 @@ def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(
     assert f'generated: {len(DOCUMENTS)} documents, ' in capsys.readouterr().out
     assert_refused('was prepared with source', prepare, tmp_path, lambda: DOCUMENTS[1:])
     assert_refused('choose one source', prepare, tmp_path / 'new', generated, demo=True)
-    assert_refused('document 2: 7 is not text', prepare, tmp_path / 'new', lambda: ['a', 7])
+    assert_refused('yields 7: it must yield texts', prepare, tmp_path / 'new', lambda: ['a', 7])
+    same = generated()
+    assert_refused('returned one iterator twice', prepare, tmp_path / 'new', lambda: same)
     assert_refused('returned None: it must yield texts', prepare, tmp_path / 'new', lambda: None)
     assert_refused('takes a function', df.main, functools.partial(generated))
     assert_refused('takes a function', df.main, DOCUMENTS)
@@ -242,13 +244,16 @@ def test_a_tokenizer_of_more_than_65536_ids_gives_shards_of_uint32(sources, tmp_
     assert tokens.dtype == np.uint32 and (tokens == expected).all()
 
 
-def test_a_folder_of_other_shards_is_refused_and_left_unchanged(tmp_path):
+def test_a_folder_of_other_shards_is_refused_and_left_unchanged(tmp_path, monkeypatch):
     folder, path = tmp_path / 'd', tmp_path / 'a.jsonl'
     write_jsonl(path, DOCUMENTS)
     prepare(folder, text=str(path))
     before = read_files(folder)
     message = "tokenizer = 'bytes', not 'gpt2': choose another --data_dir"
     assert_refused(message, prepare, folder, text=str(path), tokenizer='gpt2')
+    with monkeypatch.context() as patch:
+        patch.setattr(df.get_tokenizer('bytes'), 'table', [b'edited'] * 256)
+        assert_refused('prepared with vocabulary = ', prepare, folder, text=str(path))
     write_jsonl(path, [document[::-1] for document in DOCUMENTS])
     assert_refused('prepared with source = ', prepare, folder, text=str(path))
     (folder / 'meta.json').unlink()
@@ -422,6 +427,21 @@ def test_all_files_of_a_folder_are_read_whatever_their_names(tmp_path, capsys):
     (folder / 'notes.md').write_text('not a document')
     assert (prepare(tmp_path / 'd', dataset=str(folder)) == stream_of(documents)).all()
     assert '1 of 5 files are left out: notes.md' in capsys.readouterr().out
+
+
+def test_a_folder_of_one_data_file_and_its_description(tmp_path, capsys):
+    """The kind with most bytes is read. Of less than a shard, a twentieth validates."""
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in' / 'README.md').write_text('# Data')
+    rows = [{'text': document} for document in DOCUMENTS]
+    (tmp_path / 'in' / 'data.json').write_text(json.dumps(rows))
+    sizes = {'shard_tokens': 10**6, 'val_tokens': 0, 'dataset': str(tmp_path / 'in')}
+    assert (prepare(tmp_path / 'd', **sizes) == stream_of(DOCUMENTS)).all()
+    assert '1 of 2 files are left out: README.md' in capsys.readouterr().out
+    assert read_meta(tmp_path / 'd')['shards'][0] == len(stream_of(DOCUMENTS)) // 20
+    before = read_files(tmp_path / 'd')
+    prepare(tmp_path / 'd', **sizes)
+    assert read_files(tmp_path / 'd') == before
 
 
 def test_bad_datasets_are_refused(sources, tmp_path, monkeypatch):

@@ -3,7 +3,9 @@ replay."""
 
 import os
 import sys
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -154,6 +156,21 @@ def test_only_a_missing_split_is_downloaded(tmp_path, hub):
     assert calls == [('InstaDeepAI/boxoban-levels', 'medium-valid.npy')]
 
 
+def test_a_second_process_waits_for_a_download(tmp_path, hub, monkeypatch):
+    arrays, calls = hub
+    arrays['hard.npy'] = observations(generate(4, 1, 9)[0])
+
+    def read_slowly(path):
+        time.sleep(0.2)
+        return np.load(path)
+
+    monkeypatch.setattr(boxoban, 'read_array', read_slowly)
+    with ThreadPoolExecutor() as pool:
+        loading = [pool.submit(load_levels, str(tmp_path), 'hard', True) for _ in range(2)]
+        assert [len(future.result()[0]) for future in loading] == [4, 4]  # levels
+    assert len(calls) == 1
+
+
 def test_a_download_is_written_as_packed_levels(tmp_path, hub, monkeypatch):
     """The Hub's arrays have the walls in channel 0. A board that is no level is named."""
     monkeypatch.setattr(boxoban, 'PART', 2)
@@ -161,7 +178,7 @@ def test_a_download_is_written_as_packed_levels(tmp_path, hub, monkeypatch):
     boards = observations(levels)[..., ::-1].copy()
     hub[0]['hard.npy'] = boards
     load_levels(str(tmp_path), 'hard', download=True)
-    assert os.listdir(tmp_path) == ['hard.pack17.npy']
+    assert [x for x in os.listdir(tmp_path) if x[0] != '.'] == ['hard.pack17.npy']
     assert np.array_equal(np.load(tmp_path / 'hard.pack17.npy'), levels)
     boards[3, 0, 0, 0] = 0
     hub[0]['medium-train.npy'] = boards

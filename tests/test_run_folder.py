@@ -18,6 +18,7 @@ from unittest.mock import Mock
 from configurator import Settings
 from support.script import TORCHRUN, UserError
 
+import numpy as np
 import pytest
 import torch
 from processes import need_git
@@ -561,6 +562,15 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_not_called_damaged(tmp_pat
 def test_a_checkpoint_with_python_objects_is_refused(tmp_path):
     torch.save({'config': {}, 'model': Path('any object')}, tmp_path / 'evil.pt')
     assert_refused('evil.pt: holds Python objects', load_checkpoint, tmp_path / 'evil.pt')
+
+
+def test_a_checkpoint_that_a_resumed_run_would_refuse_is_not_saved(tmp_path):
+    """The one before it stays."""
+    folder = train(tmp_path)
+    before = contents_of(tmp_path)
+    message = r'last\.pt: not saved: an edit saves numpy\S+, which a resumed run would refuse'
+    assert_refused(message, folder.save, step=4, mean=np.float64(1))
+    assert contents_of(tmp_path) == before
 
 
 # ---- trackers
