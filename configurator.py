@@ -6,8 +6,8 @@ Arguments are read from left to right and a later one wins, as in nanoGPT. Unlik
 executed: a config file holds lines `name = literal`.
 
 A script calls `configure(globals())`. Its settings are the assignments of literals to lowercase
-names, from the first one on to the next def, class or other block. Among them, what is computed has
-a name in capitals or with a leading _, so that it cannot pass for a setting.
+names, from the first one to that call or the next def, class or other block. Among them, what is
+computed has a name in capitals or with a leading _, so that it cannot pass for a setting.
 
 A value must have the type of the setting's default, where a number may stand for a tuple of one; if
 the default is None, any literal is allowed, and other text is a string. The script may define
@@ -41,6 +41,12 @@ def assigned_names(node: ast.stmt) -> list[str]:
     return [x.id for x in found if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]
 
 
+def calls_configure(node: ast.stmt) -> bool:
+    """Return whether a statement calls `configure`."""
+    calls = [ast.unparse(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)]
+    return any(name.rpartition('.')[2] == 'configure' for name in calls)
+
+
 class Script:
     """The settings of a script, as its source has them."""
 
@@ -56,7 +62,7 @@ class Script:
         first, last = 0, 0  # of the lines with settings
         lines = source.split('\n')
         for node in tree.body:
-            if hasattr(node, 'body') and self.defaults:
+            if self.defaults and (hasattr(node, 'body') or calls_configure(node)):
                 break
             names = assigned_names(node)
             if not any(name == name.lower() and not name.startswith('_') for name in names):

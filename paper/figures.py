@@ -267,7 +267,7 @@ def draw_means(scores: DataFrame, draws: int = 100_000) -> DataFrame:
 
 def best_depths(scores: DataFrame) -> tuple[float, float, str]:
     """Return the shares of draws of the means in which the best L is smaller and larger with
-    recurrence, and a sentence about them; NaN and '' if a kind has no allocation with several
+    recurrence, and a sentence about them; NaN and '' if a kind has no two depths with several
     seeds. Allocations with one seed are left out.
 
     scores: a row per seed and a column per allocation, whose name starts with its kind (recurrent
@@ -275,17 +275,21 @@ def best_depths(scores: DataFrame) -> tuple[float, float, str]:
     n = scores.count()
     scores, n_single = scores.loc[:, n > 1], (n == 1).sum()
     is_recurrent = scores.columns.get_level_values(0).isin([True, 'recurrent'])
-    if is_recurrent.all() or not is_recurrent.any():
+    all_depths = scores.columns.get_level_values(1).to_numpy()
+    compared = [sorted({*all_depths[columns]}) for columns in (is_recurrent, ~is_recurrent)]
+    if min(map(len, compared)) < 2:
         return math.nan, math.nan, ''
     means, best, parts = draw_means(scores).to_numpy(), [], []
     for columns, kind in ((is_recurrent, 'with recurrence'), (~is_recurrent, 'without')):
-        depths = scores.columns.get_level_values(1).to_numpy()[columns]
+        depths = all_depths[columns]
         best.append(depths[means[:, columns].argmin(1)])  # (draws,)
         low, high = np.quantile(best[-1], (0.025, 0.975), method='nearest')
         parts.append(f'{depths[scores.mean()[columns].argmin()]} {kind} (95%: {low} to {high})')
     smaller, larger = np.mean(best[0] < best[1]), np.mean(best[0] > best[1])
     sentence = f'smaller with recurrence in {smaller:.1%} of draws, larger in {larger:.1%}; best L '
     sentence += ' and '.join(parts)
+    of = [', '.join(map(str, depths)) for depths in compared]
+    sentence += f'; compared: L = {of[0]} with and {of[1]} without'
     if n_single:
         sentence += f'; allocations with one seed, left out: {n_single}'
     return smaller, larger, sentence

@@ -59,6 +59,7 @@ from tokenizer import VOCAB
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STUDIES = ROOT / 'paper' / 'studies'
 AGGREGATIONS = ['sqrt_sum', 'mean', 'softmax_mean', 'softmax_l2']  # of the paper
+SIZES = ('n_layer', 'n_expert', 'n_embd')
 LONGEST_NAME = 200  # bytes of a folder's name, of which most file systems allow 255
 
 # ---- runs ----
@@ -141,8 +142,8 @@ def full_settings(run: Run) -> dict:
 
 def vary(runs: list[Run], name: str, texts: list[str], is_axis: bool = True) -> list[Run]:
     """Return the runs with each value of a setting, as texts of a command line. Other values of an
-    axis lie beside the plan's; any other setting leads to a folder PLAN-NAME, so that the folder of
-    a plan has no other runs. Raises UserError if no trainer has the setting.
+    axis lie beside the plan's; any other setting leads to a folder PLAN-NAME, and so does a size,
+    because the allocations of a plan cost the same. Raises UserError if no trainer has the setting.
 
     is_axis: whether the setting distinguishes runs; if not, it changes no folder."""
     if not any(name in script_of(run.script).defaults for run in runs):
@@ -152,7 +153,7 @@ def vary(runs: list[Run], name: str, texts: list[str], is_axis: bool = True) -> 
         script = script_of(run.script)
         if name in script.defaults:
             setting = script.read_argument(f'--{name}={text}', [])
-            if name in run.axes:
+            if name in run.axes and name not in SIZES:
                 run = run._replace(axes=run.axes | setting)
             elif is_axis:
                 run = run._replace(axes=run.axes | setting, plan=f'{run.plan}-{name}')

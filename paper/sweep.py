@@ -17,11 +17,11 @@ resumes.
 --only chooses runs by the settings of the plan, before --vary changes them, in a condition as for
 DataFrame.query. --vary gives an axis of the plan other values. Any other setting, behind --vary or
 behind `--`, is a new axis, and the runs are complete in a folder of their own,
-out/PLAN-SETTING/NAME; so are those of another trainer. Behind `--`, settings that change no result
-(NEUTRAL) or name the data change no folder, but a run on other data, or of a trainer that has
-changed since, is refused. (Levels of agents are not compared: figures print how many sets have
-trained a plan.) In a plan of agents and language models, a setting that one trainer lacks is left
-out there.
+out/PLAN-SETTING/NAME; so are those of other sizes, whose cost differs, and of another trainer.
+Behind `--`, settings that change no result (NEUTRAL) or name the data change no folder, but a run
+on other data, or of a trainer that has changed since, is refused. (Levels of agents are not
+compared: figures print how many sets have trained a plan.) In a plan of agents and language models,
+a setting that one trainer lacks is left out there, and a --script has the runs of its kind alone.
 """
 
 import argparse
@@ -65,6 +65,7 @@ from support.loader import data_checksum
 from support.ranks import Throttle
 from support.run_folder import PER_CALL, settings_of
 from support.signals import STOP_SIGNALS, Stopper
+from support.values import tuples
 
 # Settings that a trainer may take from the weights in init_from.
 MODEL_SETTINGS = (*AGENT_SETTINGS, 'tokenizer', *(field.name for field in fields(ModelConfig)))
@@ -142,6 +143,10 @@ def select(args: argparse.Namespace) -> list[Run]:
         runs = [runs[i] for i in matching(DataFrame(map(full_settings, runs)), args.only).index]
     if args.script:
         script, name = str(args.script.absolute()), args.script.stem
+        is_agent = 'n_envs' in script_of(script).defaults
+        runs = [run for run in runs if is_agent == ('n_envs' in script_of(run.script).defaults)]
+        if not runs:
+            raise UserError(f'--script={args.script}: {args.plan} has no run of its kind of model')
         runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
     names = set()
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:
@@ -187,19 +192,15 @@ def drawing(plan: str, runs: list[Run], out: Path) -> str:
 checksum_today = functools.cache(data_checksum)  # of a folder's shards
 
 
-def progress(run: Run, out: Path) -> tuple[str, float, float]:
-    """Return the state of a run by its folder, the part of its updates that is done, and their
-    seconds. The state is 'done', 'not started' or 'STEP of LAST'; if the folder holds another run,
-    'has NAME = VALUE, not VALUE' (the first setting that differs), 'has been trained by another
-    SCRIPT' or 'has been trained on other shards ...'."""
+def other_setting(run: Run, saved: dict) -> str:
+    """Return 'has NAME = VALUE, not VALUE' for the first setting in which a run that was found
+    differs from that of the plan, '' if there is none. saved: its settings, by read_runs."""
     settings, defaults = full_settings(run), script_of(run.script).defaults
-    [(saved, log)] = read_runs([out / run.folder], [run.script])
     # Sizes that the plan leaves open come from the weights in init_from.
     adopted = MODEL_SETTINGS if settings.get('init_from') else ()
     trained_on = saved.get('data_checksum')
     for name, value in settings.items() if saved else ():
-        old = saved.get(name)
-        old = tuple(old) if isinstance(old, list) else old  # from JSON
+        old = tuples(saved.get(name))  # from JSON
         is_adopted = name in adopted and value == defaults.get(name)
         if name in DATA and old and value and os.path.realpath(old) == os.path.realpath(value):
             continue  # one folder, written in two ways
@@ -207,7 +208,20 @@ def progress(run: Run, out: Path) -> tuple[str, float, float]:
             continue  # a copy of the data
         is_compared = name not in NEUTRAL + PER_CALL and value != 'auto' and not is_adopted
         if is_compared and old != value:
-            return f'has {name} = {old!r}, not {value!r}', 0.0, 0.0
+            return f'has {name} = {old!r}, not {value!r}'
+    return ''
+
+
+def progress(run: Run, out: Path) -> tuple[str, float, float]:
+    """Return the state of a run by its folder, the part of its updates that is done, and their
+    seconds. The state is 'done', 'not started' or 'STEP of LAST'; if the folder holds another run,
+    'has NAME = VALUE, not VALUE' (the first setting that differs), 'has been trained by another
+    SCRIPT' or 'has been trained on other shards ...'."""
+    settings = full_settings(run)
+    [(saved, log)] = read_runs([out / run.folder], [run.script])
+    if found := other_setting(run, saved):
+        return found, 0.0, 0.0
+    trained_on = saved.get('data_checksum')
     starts = [start['code'] for start in saved.get('starts', []) if 'code' in start]
     if any(code['script_checksum'] != script_checksum(ROOT / run.script) for code in starts):
         return f'has been trained by another {Path(run.script).name}', 0.0, 0.0
@@ -364,11 +378,12 @@ def outcome(process: subprocess.Popen, folder: Path) -> str:
     printed = re.split('(?m)^.*torch/distributed/elastic', text)[0].strip()
     number = -process.returncode if process.returncode < 0 else process.returncode - 128
     is_stopped = number in STOP_SIGNALS or 'SignalException' in text
-    if is_stopped and not re.search('(?m)^(error: |Traceback )', printed):
-        return 'stopped'
-    if 'another run is using it' in printed:
-        return 'in use by another process (see stdout.txt)'
     line = printed.rpartition('\n')[2] or 'it printed nothing'
+    refusal = 'another run is using it'  # perhaps that of a second sweep, in the same file
+    if refusal in line:
+        return 'in use by another process (see stdout.txt)'
+    if is_stopped and not re.search(f'(?m)^(error: (?!.*{refusal})|Traceback )', printed):
+        return 'stopped'
     return f'FAILED (exit status {process.returncode}): {line}; see stdout.txt'
 
 

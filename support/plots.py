@@ -24,6 +24,7 @@ BARS = {'sem': 'one standard error', 'std': 'one standard deviation'}
 # Okabe and Ito's colors, which color-blind readers can tell apart, and markers.
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 MARKERS = 'osD^vPX'
+HATCHES = ('', '///', 'xxx', '...')  # of bars, once all colors are in use
 PER_INCH = 13  # characters
 MANY = 50  # points of a line, which has no markers then, and a band of errors
 
@@ -84,6 +85,7 @@ def chart(
                     at=one['at'] + 0.8 * ((lines.index(line) + 0.5) / len(lines) - 0.5)
                 )
                 size = {'width': 0.8 / len(lines), 'bottom': base}
+                size['hatch'] = HATCHES[k // len(COLORS) % len(HATCHES)]
                 handles[line] = axes.bar(one['at'], one[y] - base, color=look['color'], **size)
                 look = {'color': 'black', 'ls': 'none'}
             elif line == reference:

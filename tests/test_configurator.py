@@ -46,9 +46,8 @@ pairs = ((0, 1), (2, 3))
 _computed = math.sqrt(4)
 COUNT = 3
 _hidden = 1
-def after():
-    late = 1
-too_late = 5
+config = configure(globals())
+late = 1
 '''
 DEFAULTS = {
     'out_dir': 'out',
@@ -81,8 +80,13 @@ def configure_toy(tmp_path, monkeypatch):
 # ---- settings ----
 
 
-def test_settings_are_the_literals_up_to_a_function(configure_toy):
-    assert configure_toy() == DEFAULTS
+@pytest.mark.parametrize('end', [
+    'config = configure(globals())', 'class After:\n    pass', 'if threads:\n    x = 1',
+])  # fmt: skip
+def test_settings_are_the_literals_up_to_the_first_block_or_the_call(tmp_path, end):
+    path = tmp_path / 'toy.py'
+    path.write_text(SCRIPT.replace('config = configure(globals())', end))
+    assert Script(path).defaults == DEFAULTS
 
 
 @pytest.mark.parametrize('line', [

@@ -17,6 +17,7 @@ from small_runs import assert_refused
 
 from paper import figures
 from paper.figures import runs
+from paper.plans import full_settings, runs_of
 from paper.studies import depth, depth_agents, depth_rates, initial_scale, tables
 from support.plots import chart
 
@@ -232,10 +233,13 @@ def test_a_best_depth_needs_several_seeds_of_each_allocation():
         {('recurrent', 1): [1, 2], ('recurrent', 2): [3, 4], ('recurrent', 4): [0, math.nan]}
     )
     assert figures.best_depths(scores)[-1] == ''
-    scores['non-recurrent', 2], scores['non-recurrent', 4] = [5, 6], [3, 4]
+    scores['non-recurrent', 2] = [5, 6]
+    assert figures.best_depths(scores)[-1] == ''  # there is nothing to compare it with
+    scores['non-recurrent', 4] = [3, 4]
     smaller, larger, sentence = figures.best_depths(scores)
     assert (smaller, larger) == (1, 0)  # all of a seed shift alike
     assert 'best L 1 with recurrence (95%: 1 to 1) and 4 without (95%: 4 to 4)' in sentence
+    assert 'compared: L = 1, 2 with and 2, 4 without' in sentence
     assert sentence.endswith('allocations with one seed, left out: 1')
 
 
@@ -598,6 +602,18 @@ def test_runs_of_other_sizes_are_no_part_of_a_study(tmp_path):
     write_lm(tmp_path / 'out/depth/1', 1.5, seed=11, n_expert=8, learning_rate=0.1, **start_of())
     path, folder = tmp_path / 'depth.csv', str(tmp_path / 'out')
     assert_refused('depth/1: L = 1, E = 8: is not in the plan depth', depth.add, path, folder)
+
+
+@pytest.mark.parametrize('changes, message', [
+    ({'weight_decay': 0.5}, ' has weight_decay = 0.5, not 0.01: is not in the plan depth'),
+    ({'starts': [{**start_of(), 'changes': {'betas': 1}}]}, ': changed betas when it resumed'),
+])  # fmt: skip
+def test_runs_of_other_settings_are_no_part_of_a_study(tmp_path, changes, message):
+    run = runs_of('depth')[0]
+    settings = {**full_settings(run), **start_of(), **changes}
+    write_lm(tmp_path / 'out' / run.folder, 1.5, **settings)
+    path, folder = tmp_path / 'depth.csv', str(tmp_path / 'out')
+    assert_refused(f'{run.folder}{message}', depth.add, path, folder)
 
 
 def test_a_block_of_several_commits_is_marked(capsys):

@@ -194,8 +194,11 @@ def test_a_varied_setting_that_is_no_axis_has_a_folder_of_its_own():
     varied = vary(runs, 'weight_decay', ['0', '0.01'])  # 0.01 is the default
     ends = [f'n_layer-{L}_weight_decay-{x}' for x in ('0.0', '0.01') for L in (1, 2)]
     assert [str(run.folder) for run in varied] == [f'p-weight_decay/{end}' for end in ends]
-    varied = vary(runs, 'n_layer', ['2', '5'])  # values of an axis lie beside those of the plan
-    assert [str(run.folder) for run in varied] == ['p/n_layer-2', 'p/n_layer-5']
+    seeds = [run._replace(plan='p') for run in grid('train_lm.py', seed=[1])]
+    varied = vary(seeds, 'seed', ['2'])  # values of an axis lie beside those of the plan
+    assert [str(run.folder) for run in varied] == ['p/seed-2']
+    varied = vary(runs, 'n_layer', ['2', '5'])  # other sizes cost more or less
+    assert [str(run.folder) for run in varied] == ['p-n_layer/n_layer-2', 'p-n_layer/n_layer-5']
 
 
 def test_a_trainer_that_is_no_python_is_one_line(tmp_path):

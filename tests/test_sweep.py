@@ -324,6 +324,7 @@ def test_a_run_that_took_sizes_from_trained_weights_is_done(main, fake):
     assert_refused('has max_iters = 9, not 8', main, 'fake', '--run', '--out=other')
 
 
+IN_USE = 'error: out: another run is using it (process 7 on host): wait for its end'
 TORCHRUN = 'E1125 21:09:39 12522 torch/distributed/elastic/api.py:1002] failed\nTraceback (most\n'
 
 
@@ -334,6 +335,9 @@ TORCHRUN = 'E1125 21:09:39 12522 torch/distributed/elastic/api.py:1002] failed\n
         (1, f'step 3\n{TORCHRUN}SignalException: 15\n', 'stopped'),
         (143, 'Traceback (most\nOSError: full\n', 'FAILED (exit status 143): OSError: full'),
         (-15, 'importing', 'stopped'),
+        (2, f'{IN_USE}\n', 'in use by another process'),
+        (1, f'{IN_USE}\nstep 3\nerror: the loss is nan', 'FAILED (exit status 1): error: the loss'),
+        (-15, f'{IN_USE}\nstep 3\n', 'stopped'),
         (-signal.SIGUSR1, 'importing', 'stopped'),
         (128 + signal.SIGUSR2, 'step 3\n', 'stopped'),
     ],
@@ -350,6 +354,13 @@ def test_a_copy_of_the_trainer_has_folders_of_its_own(main, fake):
     main('fake', '--script=mine.py', '--vary=z_loss=0,1.5', '--run')
     names = {path.name for path in Path('out/fake-mine-z_loss').iterdir()}
     assert names == {'n_layer-1_z_loss-0.0', 'n_layer-1_z_loss-1.5'}
+
+
+def test_a_copy_of_a_trainer_leaves_out_models_of_the_other_kind(main, tmp_path):
+    mine = shutil.copy(ROOT / 'train_sokoban.py', tmp_path / 'mine.py')
+    _, out = main('residual', f'--script={mine}')
+    assert out.count('mine.py --') == len([r for r in plans.runs_of('residual') if not r.config])
+    assert_refused('has no run of its kind', main, 'lm-small', f'--script={mine}')
 
 
 def test_listed_commands_of_a_copy_find_the_modules_of_this_project(main, tmp_path, monkeypatch):

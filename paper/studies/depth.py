@@ -30,9 +30,10 @@ import pandas
 from pandas import DataFrame, Series
 
 from paper.figures import PUBLISHED, best_depths, draw_means, runs, score, value_of
-from paper.plans import Plan, Run, equal_work, grid
+from paper.plans import Plan, Run, equal_work, grid, read_runs
 from paper.plans import runs_of as runs_of_plan
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
+from paper.sweep import other_setting
 from support.run_folder import log_of, settings_of
 
 ALLOCATIONS = [(True, L) for L in (1, 2, 4, 8)] + [(False, L) for L in (2, 4, 8, 16)]
@@ -97,7 +98,7 @@ def origin(folder: str, processor: str = '') -> dict[str, str]:
 def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     """Return the finished runs in a folder with their `origin`. Only runs of the plan that a table
     is named after count: their parent folder has its name. Raises UserError if there is none, or if
-    one has another number of experts, as after --vary."""
+    one has other settings than the plan, or a number of experts that it does not have."""
     plan = path.stem.replace('_', '-')
     table = runs([folder]).query('finished and plan == @plan')
     if table.empty:
@@ -106,6 +107,15 @@ def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     for run in table[~(table['n_layer'] * table['n_expert']).isin(totals)].itertuples():
         sizes = f'L = {run.n_layer}, E = {run.n_expert}'
         raise UserError(f'{run.folder}: {sizes}: is not in the plan {plan}: move it away')
+    planned = {run.folder.name: run for run in runs_of_plan(plan)}
+    for run in table.itertuples():
+        folder = Path(run.folder)
+        if run.changed:
+            reason = f'changed {run.changed} when it resumed'
+            raise UserError(f'{folder}: {reason}: move it away and run it again')
+        [(saved, _)] = read_runs([folder])
+        if folder.name in planned and (found := other_setting(planned[folder.name], saved)):
+            raise UserError(f'{folder} {found}: is not in the plan {plan}: move it away')
     return table.assign(**DataFrame([origin(x, processor) for x in table['folder']], table.index))
 
 

@@ -9,7 +9,7 @@ the highest that was tried, the next one is tried, too, by a factor of two.
     python data_states.py
     python -m paper.sweep states-rates --run --workers=2
     python -m paper.sweep states-rates --run --vary=max_iters=60 \
-        --only="learning_rate == 0.02 or baseline_lr == 0.016"
+        --only="learning_rate == 0.02 and arch != 'lstm' or baseline_lr == 0.016"
     python -m paper.studies.states_rates out/states-rates
 
 The second line takes an hour on two cores. The third, with nothing beside it, takes the times from
