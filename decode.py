@@ -23,7 +23,6 @@ from torch import Tensor
 from model import (
     LanguageModel,
     State,
-    evaluating,
     head_input,
     logits_of,
     refuse_other_forward,
@@ -32,6 +31,7 @@ from model import (
 )
 from ops import Heads, in_window, rope_table, rotate, to_experts
 from support.compiling import fused, graphed, use_overrides
+from support.ranks import evaluating
 from support.stream import Stream, copy_state
 
 # ---- the ring cache ----------------------------------------------------------------------------

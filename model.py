@@ -47,9 +47,7 @@ window, r width of the router. Matrix products have the dtype `dtype`; s, z and 
 stay in the wider dtype of the state.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -871,20 +869,6 @@ def run_layer_on_sequence(
         for old, new in zip(cached, cache.new, strict=True)
     )
     return s, k, v
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode within a with statement: an edit, such as dropout, may read
-    its `training`."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def refuse_other_forward(model: LanguageModel) -> None:

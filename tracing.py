@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import model as model_file
-from model import LanguageModel, State, evaluating, refuse_other_forward, step
+from model import LanguageModel, State, refuse_other_forward, step
 from ops import Heads, Linear, in_window, rope_table, rotate, to_experts
+from support.ranks import evaluating
 
 
 class Trace(NamedTuple):

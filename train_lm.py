@@ -366,9 +366,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     )
 
     def size_validation(**limits: float) -> None:
-        model.eval()
-        valid.choose_rows(valid.score_chunk, **limits)
-        model.train()
+        with ranks.evaluating(model):
+            valid.choose_rows(valid.score_chunk, **limits)
 
     if not folder.saved:
         size_validation(share=1 / 8)
@@ -403,9 +402,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     def validate(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
         """Return the loss on texts x and their targets y, this rank's part of them, in nats per
         token and in bits per byte."""
-        model.eval()
-        sums = ranks.run_compiled(lambda: valid.score(x, y))
-        model.train()
+        with ranks.evaluating(model):
+            sums = ranks.run_compiled(lambda: valid.score(x, y))
         totals = torch.cat([sums, sums.new_tensor([bytes_of[y.cpu()].sum()])])
         if world > 1:
             dist.all_reduce(totals)

@@ -422,12 +422,10 @@ def run(config: Settings, at_end: ExitStack) -> int:
     ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
-        model.eval()
-        result = ranks.run_compiled(
-            lambda: evaluate(model, eval_levels, device_, time_limit=time_limit)
-        )
-        model.train()
-        return result
+        with ranks.evaluating(model):
+            return ranks.run_compiled(
+                lambda: evaluate(model, eval_levels, device_, time_limit=time_limit)
+            )
 
     if eval_only:
         result = evaluate_agent()

@@ -69,6 +69,20 @@ def keeping_buffers(model: torch.nn.Module) -> Iterator[None]:
             x.copy_(former[name])
 
 
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode within a with statement: an edit, such as dropout, may read
+    its `training`. A part that is frozen in evaluation mode stays so."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 def run_compiled(call: Callable[[], object]) -> object:
     """Return call(), which runs compiled functions. If that fails, say why, switch compilation off
     and call it again; an error that has another cause is raised then."""
