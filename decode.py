@@ -359,6 +359,9 @@ def generate(
     default torch's generator. A text starts with the tokenizer's end-of-text token. Raises
     ValueError if a text is empty or n is negative.
 
+        import torch
+        from decode import LanguageModel, generate
+
         model = LanguageModel.from_pretrained('PATH/pretrained/lm')  # PATH: this file's folder
         ids = torch.tensor([[255, *b'Fellow citizens']])  # of bytes; 255 starts a document
         print(bytes(generate(model, ids, 200, temperature=0.8)[0, 1:].tolist()))

@@ -298,7 +298,7 @@ def main() -> None:
         game = play_level(agent, packed, level, torch_device, time_limit)
         save_gif(list(map(plan_image, game.boards, game.plans)), gif, ms)
         print(f'{gif}: {game.outcome}')
-    elif sys.stdin.isatty() and sys.stdout.isatty():
+    elif sys.stdin and sys.stdin.isatty() and sys.stdout.isatty():  # None if closed
         show_games(agent, packed, torch_device, time_limit)
     else:
         print_game(agent, packed, torch_device, time_limit)

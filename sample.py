@@ -60,7 +60,8 @@ device = 'auto'                # 'auto' (cuda if there is one), 'cpu', 'cuda', '
 dtype = 'auto'                 # of matrix products: 'float32', 'bfloat16', or 'auto' (bfloat16 if
                                # the device is fast at it); of an export: 'auto' = float32
 score = ''                     # instead of sampling, print the loss in nats and bits per byte on
-                               # this text: FILE:name (or just name), FILE:- for standard input
+                               # this text: FILE:name (or just name), FILE:- for standard input;
+                               # line ends are read as \n, and a byte order mark is dropped
 export = ''                    # instead of sampling, write the model to this folder; an earlier
                                # export there is replaced
 # fmt: on
@@ -205,6 +206,8 @@ def main() -> None:
     configure(globals(), quiet=True)
     if [bool(export), bool(score), interactive].count(True) > 1:
         raise UserError('export, score and interactive exclude each other: choose one')
+    if interactive and sys.stdin is None:
+        raise UserError('interactive = True: standard input is closed')
     if interactive and max_new_tokens == 0:
         raise UserError('max_new_tokens = 0: interactive needs at least 1, or -1')
     if export:

@@ -1,7 +1,11 @@
 """What a language model does inside, token by token, for notebooks and logs.
 
-    found = trace(LanguageModel.from_pretrained('pretrained/lm'), torch.tensor([list(b'We the')]))
-    found.s[0]                      # the output of layer 0, (1, 6, D)
+    import torch
+    from tracing import LanguageModel, trace
+
+    ids = torch.tensor([[255, *b'We the']])  # of bytes; 255 starts a document
+    found = trace(LanguageModel.from_pretrained('PATH/pretrained/lm'), ids)
+    found.s[0]                      # the output of layer 0, (1, 7, D)
     found.attention[0][0, 0, 0, 5]  # layer 0, text 0, expert 0, head 0: from token 5 to all
 
 It runs the equations of model.py with a cache and a linear that keep what passes through them. In a

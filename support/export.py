@@ -227,7 +227,8 @@ class PublishedModel(
         the file, if one is missing or damaged, or if the model is of another class."""
         folder = pathlib.Path(folder).expanduser()
         export = export_in(folder)
-        if (export / WEIGHTS).exists() and (which == 'best' or export == folder):
+        has_export = (export / WEIGHTS).exists() or (export / CONFIG).exists()
+        if has_export and (which == 'best' or export == folder):
             described_in, path = export / CONFIG, export / WEIGHTS
             metadata, weights = read_metadata(export), read_tensors(path)
         else:
@@ -271,7 +272,9 @@ class PublishedModel(
         if others:
             reason = f'holds {min(others)}, which no such export wrote'
             raise UserError(f'{folder}: {reason}: choose another folder')
-        metadata = plain(entries | (config or {}))
+        # the model's own sizes come last, because `config` may be that of another model
+        known = {name: x for name, x in entries.items() if x is not None}
+        metadata = plain(entries | (config or {}) | known)
         # A command may name a file whose name is not UTF-8.
         command = str(metadata.get('command', 'not recorded')).encode(errors='backslashreplace')
         card = {
@@ -286,6 +289,7 @@ class PublishedModel(
             super().save_pretrained(new, config=metadata, model_card_kwargs=card)
         if not push_to_hub:
             return None
+        options['model_card_kwargs'] = model_card_kwargs
         return self.push_to_hub(repo_id or folder.resolve().name, config=config, **options)
 
     def _save_pretrained(self, save_directory: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 the decoder on a GPU too, as a CUDA graph from the fourth token on."""
 
 import copy
+import inspect
 import io
 import itertools
 import math
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 
 from support.script import UserError, run_script
 
@@ -22,6 +24,7 @@ from reference import V, assert_close, assert_same_state, tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sample
+import tracing
 from decode import Decoder, generate
 from decode import sample as sample_token
 from model import GPT, LayerParams, RecurrentGPT, State
@@ -312,22 +315,15 @@ def test_a_class_that_overrides_the_forward_is_refused(use):
         use(model)
 
 
-def test_a_notebook_in_another_folder_generates_a_text(tmp_path):
-    (tmp_path / 'notebook.py').write_text(f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-import torch
-from decode import generate
-from model import LanguageModel
-from support import compiling
-from tokenizer import get_tokenizer
-
-model = LanguageModel.from_pretrained({str(ROOT / 'pretrained/lm')!r})
-tokenizer = get_tokenizer(model.metadata['tokenizer'])
-ids = torch.tensor([[tokenizer.eot, *tokenizer.encode('Fellow ')]])
-print(tokenizer.decode(generate(model, ids, 20, temperature=0)[0]))
-""")
+def test_the_notebooks_of_the_docstrings_run_in_another_folder(tmp_path):
+    lines = [f'import sys; sys.path.insert(0, {str(ROOT)!r})']
+    for source, after in ((generate, None), (tracing, 'It runs')):
+        text = inspect.getdoc(source)
+        example = text[text.index('    import torch') : after and text.index(after)]
+        lines.append(textwrap.dedent(example.replace('PATH/', f'{ROOT}/')))
+    (tmp_path / 'notebook.py').write_text('\n'.join(lines))
     done = processes.run(['notebook.py'], cwd=tmp_path)
-    assert done.stdout.startswith('Fellow ') and len(done.stdout) == len('Fellow \n') + 20, done
+    assert done.stdout.startswith("b'Fellow citizens") and not done.stderr, done
 
 
 # ---- sample.py ----

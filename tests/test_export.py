@@ -191,6 +191,15 @@ DAMAGES = [  # file, content, message
 ]
 
 
+def test_sizes_of_the_model_win_over_those_of_the_export_that_it_came_from(tmp_path):
+    model = LanguageModel.from_pretrained(ROOT / 'pretrained/lm')
+    sizes = {**model.metadata['model'], 'aggregation': 'mean', 'window': 32}
+    build_model(ModelConfig(**sizes), True).save_pretrained(tmp_path, config=model.metadata)
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert (loaded.config.aggregation, loaded.config.window) == ('mean', 32)
+    assert loaded.metadata['tokenizer'] == 'bytes'
+
+
 def test_a_damaged_file_is_named_in_one_line(tmp_path):
     make_language_model().save_pretrained(tmp_path)
     for name, content, message in DAMAGES:
