@@ -69,6 +69,7 @@ from support.loader import Loader, write_shard
 from support.random_states import randomize
 from support.ranks import Gradients
 from support.stream import Stream
+from unroll import release
 
 # -----------------------------------------------------------------------------
 # fmt: off
@@ -179,7 +180,7 @@ def find_cells(suite: str) -> list[Cell]:
             ]
     with torch.device('meta'):  # only to check the sizes
         for cell in cells:
-            cell.build('eager')
+            cell.build('eager', 'bfloat16')  # an agent in float32 would switch TF32 off for all
     return list(dict.fromkeys(cells))  # several shapes have the same transformer
 
 
@@ -216,7 +217,6 @@ def build_random(cell: Cell, mode: str, machine: Machine) -> torch.nn.Module:
 def make_update(cell: Cell, mode: str, machine: Machine, graphs: dict | None) -> tuple:
     """Set up an update of train_lm.py. Its learning rates are 0, so that all are the same work."""
     model = build_random(cell, mode, machine)
-    model.release()  # the segments of the cell before
     model.cuda_graphs = graphs is not None
     muon, adamw = train_lm.make_optimizers(model)
     grads = Gradients(model.parameters())
@@ -410,6 +410,7 @@ def measure(cell: Cell, modes: list[str], machine: Machine) -> list[dict]:
             if row['status'] == 'ok' and not ranks.agree(row['graphs']):
                 row['graphs'] += '; not the same on all ranks'
     del runs, run
+    release()
     torch.compiler.reset()
     gc.collect()
     if machine.device != 'cpu':

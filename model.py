@@ -84,7 +84,8 @@ class LayerWeights(NamedTuple):
     weight, or a setting that layers do not share, add a field here and fill it in
     LayerParams.bind. Muon trains parameters of layers whose last two sides both exceed 1, as
     matrices or stacks of them: store a vector of each expert as (E, 1, D). AdamW trains those
-    outside the layers, as scalars, except embedding and head (LanguageModel.param_groups)."""
+    outside the layers, as scalars, except embedding and head (LanguageModel.param_groups). A
+    buffer that layers change in training is lost in long chunks, which copy their weights."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)
@@ -674,7 +675,7 @@ class LanguageModel(nn.Module, PublishedModel, pipeline_tag='text-generation'):
             router = 2 * c.router_dim * c.n_expert * self.n_caches
         matrices = sum(
             p.numel() * (runs if name.startswith('layers.') else 1)
-            for name, p in self.named_parameters()
+            for name, p in self.named_parameters(remove_duplicate=False)  # tied layers work, too
             if is_matrix(p) and name.split('.')[-1] not in NOT_IN_CORE
         )
         core = 2 * matrices + attention + router

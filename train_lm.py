@@ -232,7 +232,8 @@ def make_update(
 ) -> Callable[[float], None]:
     """Return update(lr), which clips the gradients to grad_clip (`norm` is their global norm) and
     updates the weights; lr: a fraction of the peak learning rates. It is two CUDA graphs, because
-    Muon's all-gather between them is not captured."""
+    Muon's all-gather between them is not captured. Every rank makes the same update: what it draws
+    at random, such as noise for gradients, must be the same on all."""
 
     def clip_and_orthogonalize() -> list:
         if grad_clip:
@@ -325,7 +326,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
             names = [name for name, _, _ in folder.saved.get('shards', [])]
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
-    ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), shards)
+    trained_for = folder.saved.get('seconds') if folder.saved else 0  # differs between checkpoints
+    n_records = 0 if eval_only else len(folder.records)
+    ranks.compare_ranks(folder.step, trained_for, n_records, shards)
     saved_shards = folder.saved.get('shards') if folder.saved else None  # an export has none
     if eval_only:
         if saved_shards and any(shard not in saved_shards for shard in shards):
@@ -475,6 +478,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         # validation loses nothing
         due = is_due(step)
         if (due or stop) and step > saved_at:
+            ranks.compare_weights(model)
             if not ranks.all_finite(model):
                 problem = f'update {step}: a weight is not finite'
                 break

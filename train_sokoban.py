@@ -419,7 +419,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    ranks.compare_ranks(folder.step, 0 if eval_only else len(folder.records), eval_crc, levels_crc)
+    trained_for = folder.saved.get('seconds') if folder.saved else 0  # differs between checkpoints
+    n_records = 0 if eval_only else len(folder.records)
+    ranks.compare_ranks(folder.step, trained_for, n_records, eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
         with ranks.evaluating(model):
@@ -566,6 +568,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
 
         # save; before the evaluation, so that a run that dies there loses nothing
         if must_save:
+            ranks.compare_weights(model)
             if not ranks.all_finite(model):
                 problem = f'update {step}: a weight is not finite'
                 break

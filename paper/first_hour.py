@@ -1,5 +1,5 @@
 """Try everything on a GPU, in ten minutes: tests, training with its loader, candidates for kernels
-and both speed tables, beside the paper's figures.
+and both speed tables, beside the paper's figures. The tests need `pip install '.[dev]'`.
 
     make gpu        # or: python -m paper.first_hour
 
@@ -72,7 +72,8 @@ STEPS = [
     ),
     Step(
         'recurrent',
-        'train_lm.py config/small_L2.py --data_dir={data} --out_dir={out}/recurrent ' + TRAINING,
+        'train_lm.py config/small_L2.py --window=64 --data_dir={data} --out_dir={out}/recurrent '
+        + TRAINING,
         90,
         'try --overrides=False, --cuda_graphs=False and --compile=False, in this order',
     ),

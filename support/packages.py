@@ -40,5 +40,6 @@ def need_packages(**wanted: bool) -> None:
         # A folder without __init__.py can be imported, too: wandb makes one named wandb.
         if spec is None or spec.origin is None or not places:
             other = f' ({(places or [spec.origin])[0]} is something else)' if spec else ''
-            advice = f'pip install {name}, or leave it out'
+            without = '--tensorboard=False, --wandb=False, --env=torch'
+            advice = f'pip install {name}, or do without ({without})'
             raise UserError(f'{name} is asked for but not installed{other}: {advice}')

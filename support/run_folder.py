@@ -426,6 +426,9 @@ class RunFolder:
         starts = [] if config['eval_only'] else settings_of(self.path).get('starts', [])
         later = starts[len(metadata.get('starts', [])) :]
         lost = {k: x for start in later for k, x in start.get('changes', {}).items()}
+        self.finished = is_finished(self.path)
+        if self.finished:  # with these settings, perhaps without a further update
+            before = {**before, **lost}
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             # the script may be newer than the run; an export has lists for tuples
@@ -446,7 +449,6 @@ class RunFolder:
         self.warn_of_threads()
         self.step = self.saved['step']
         self.records = [r for r in log_of(self.path) if r['step'] <= self.step]
-        self.finished = is_finished(self.path)
         self.changes = changes
         self.metadata = {**self.metadata, **metadata}  # how the run was started
 
@@ -495,7 +497,9 @@ class RunFolder:
         starts = [*self.metadata.get('starts', []), start]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         self.metadata['run_folder'] = os.path.realpath(self.path)
-        self.write_config()  # first: without it, other files are not taken for those of a run
+        for name in (LAST, PREV) if self.config['overwrite'] else ():
+            (self.path / name).unlink(missing_ok=True)  # so that no later start resumes them
+        self.write_config()  # without it, other files are not taken for those of a run
         for path in self.files() if self.config['overwrite'] else ():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -584,7 +588,7 @@ class RunFolder:
             settings = {'settings': dict(self.config), 'command': self.metadata['command']}
             try:
                 model.save_pretrained(self.path / BEST, config={**metadata, **settings})
-            except UserError as error:  # a file that somebody else put there must not end a run
+            except (UserError, OSError) as error:  # another's file, or a full disk, ends no run
                 warn(f'best/ keeps the earlier model, if any: {error}')
 
     def finish(self, is_finished: bool) -> None:
