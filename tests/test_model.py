@@ -441,6 +441,9 @@ def test_sizes_follow_edits(monkeypatch):
     tied.head = tied.embedding
     assert tied.num_params() == {**n, 'head': 0, 'total': n['total'] - n['head']}
     assert tied.flops_per_token() == flops
+    one_layer = build(RecurrentGPT, **routed)
+    one_layer.layers = torch.nn.ModuleList([one_layer.layers[0]] * len(one_layer.layers))
+    assert one_layer.flops_per_token() == flops  # the work is the same
     monkeypatch.setattr(model_file, 'LayerParams', Gated)
     gated, more = build(RecurrentGPT, **routed), 2 * 8 * 4 * 768 * 768  # L E 4 D^2 weights
     assert gated.num_params()['core'] - n['core'] == more

@@ -1,5 +1,7 @@
 """Test ranks.py: standard output that fails, gradients in one buffer, errors as one line."""
 
+import contextlib
+import io
 import os
 import platform
 import signal
@@ -69,6 +71,26 @@ def test_ranks_with_runs_of_their_own_are_refused(tmp_path):
     """As programs that the ranks of another program start."""
     for line in run_ranks(2, share, str(tmp_path)):
         assert line.startswith('out_dir: the ranks have 0, 1: give all ranks the same')
+
+
+def print_differences(names):
+    """Compare the weights of ranks, equal at first; return what is printed."""
+    rank, _, _ = ranks.join_ranks('cpu', 1)
+    model, printed = torch.nn.Linear(2, 1), io.StringIO()
+    model.register_parameter('none', torch.nn.Parameter(torch.zeros(0)))
+    ranks.share_weights(model)
+    with contextlib.redirect_stdout(printed):
+        ranks.compare_weights(model)
+        printed.write('|')
+        model.bias.data += 1e-3 * rank
+        ranks.compare_weights(model)
+    ranks.leave_ranks()
+    return printed.getvalue()
+
+
+def test_ranks_whose_weights_differ_are_named():
+    first, second = run_ranks(2, print_differences, ())
+    assert second == '|' and first.startswith('|warning: the weights of the ranks differ')
 
 
 ADDRESS = {'MASTER_ADDR': 'localhost', 'MASTER_PORT': '29517'}

@@ -393,6 +393,17 @@ def test_a_run_that_is_killed_while_it_starts_can_be_replaced(tmp_path, monkeypa
     train(tmp_path, overwrite=True)
 
 
+def test_a_run_that_is_killed_while_it_replaces_another_does_not_continue_that(
+    tmp_path, monkeypatch
+):
+    train(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, 'write_config', Mock(side_effect=KeyboardInterrupt))
+        train(tmp_path, overwrite=True)
+    (tmp_path / '.lock').unlink()  # the process is gone
+    assert_refused('holds no trained run', open_folder, tmp_path, resume=True)
+
+
 def test_links_in_a_folder_that_is_replaced_go_and_their_targets_stay(tmp_path):
     """Also a link to what is gone."""
     folder, disk = tmp_path / 'run', tmp_path / 'disk'
@@ -544,9 +555,11 @@ def test_a_checkpoint_that_cannot_be_opened_does_not_give_way(tmp_path):
 
 
 def test_a_strange_file_in_the_best_model_ends_no_run(tmp_path, capsys):
-    refuses = Mock(save_pretrained=Mock(side_effect=UserError('notes.txt')))
-    open_folder(tmp_path).save_best(refuses, step=1)
-    assert 'warning: best/ keeps the earlier model, if any: notes.txt' in capsys.readouterr().err
+    folder = open_folder(tmp_path)
+    for error in (UserError('notes.txt'), OSError(errno.ENOSPC, 'no room')):
+        folder.save_best(Mock(save_pretrained=Mock(side_effect=error)), step=1)
+        message = f'warning: best/ keeps the earlier model, if any: {error}'
+        assert message in capsys.readouterr().err
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_not_called_damaged(tmp_path, monkeypatch):
