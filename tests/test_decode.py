@@ -323,7 +323,7 @@ def test_the_notebooks_of_the_docstrings_run_in_another_folder(tmp_path):
         lines.append(textwrap.dedent(example.replace('PATH/', f'{ROOT}/')))
     (tmp_path / 'notebook.py').write_text('\n'.join(lines))
     done = processes.run(['notebook.py'], cwd=tmp_path)
-    assert done.stdout.startswith("b'Fellow citizens") and not done.stderr, done
+    assert done.stdout[2:].startswith('Fellow citizens') and not done.stderr, done
 
 
 # ---- sample.py ----
