@@ -85,7 +85,8 @@ def chart(
                     at=one['at'] + 0.8 * ((lines.index(line) + 0.5) / len(lines) - 0.5)
                 )
                 size = {'width': 0.8 / len(lines), 'bottom': base}
-                size['hatch'] = HATCHES[k // len(COLORS) % len(HATCHES)]
+                hatch = HATCHES[k // len(COLORS) % len(HATCHES)]
+                size |= {'hatch': hatch, 'edgecolor': 'white', 'lw': 0}
                 handles[line] = axes.bar(one['at'], one[y] - base, color=look['color'], **size)
                 look = {'color': 'black', 'ls': 'none'}
             elif line == reference:
