@@ -329,8 +329,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class NarrowFloats(TorchDispatchMode):
-    """Keeps the bytes of the narrowest numbers in which anything is computed: 8 in float64, 4 after
-    x.float() in an edit."""
+    """Record the smallest size, in bytes, of the floating-point numbers that are computed: 8 in
+    float64, 4 after x.float() in an edit."""
 
     size = 8
 

@@ -6,8 +6,8 @@ Arguments are read from left to right and a later one wins, as in nanoGPT. Unlik
 executed: a config file holds lines `name = literal`.
 
 A script calls `configure(globals())`. Its settings are the assignments of literals to lowercase
-names, from the first one to that call or the next def, class or other block. Among them, what is
-computed has a name in capitals or with a leading _, so that it cannot pass for a setting.
+names, from the first one to that call or the next def, class or other block. What is computed there
+has a name in capitals or with a leading _, so that it cannot pass for a setting.
 
 A value must have the type of the setting's default, where a number may stand for a tuple of one; if
 the default is None, any literal is allowed, and other text is a string. The script may define
@@ -72,14 +72,14 @@ class Script:
             try:
                 (name,) = names
                 value = literal(None if isinstance(node, ast.AugAssign) else node.value)
-            except ValueError:
-                if self.defaults:  # as no setting it would be missing from the model and the run
-                    line = f'{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:60]!r}'
-                    advice = 'a name for computed values needs capitals, or a leading _'
-                    raise UserError(f'{line}: expected `name = literal`: {advice}') from None
-            else:
-                self.defaults[name] = value
-                last = node.end_lineno
+            except ValueError:  # as no setting, it would be missing from the model and the run
+                line = f'{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:60]!r}'
+                advice = (
+                    'write its value, or compute it under a name in CAPITALS or with a leading _'
+                )
+                raise UserError(f'{line}: a setting must be a literal: {advice}') from None
+            self.defaults[name] = value
+            last = node.end_lineno
         while last < len(lines) and re.match(' +#', lines[last]):
             last += 1  # further lines of the last comment
         self.lines = lines[first:last]
@@ -164,7 +164,7 @@ class Script:
         usage = f'usage: python {self.name} [config.py ...] [--key=value ...]'
         text = [self.docstring, '', usage, '']
         for line in self.lines:
-            name = line.partition(' = ')[0]
+            name = re.split(' = |:', line)[0]
             comment = line.partition('  # ')[2]
             if name in self.defaults:
                 text.append(f'  --{name}={self.defaults[name]!r}'.ljust(40) + comment)

@@ -362,8 +362,8 @@ def open_function(documents: Callable[[], Iterable[str]], config: dict) -> Sourc
         if not isinstance(values, Iterable):
             raise UserError(f'{name}() returned {values!r}: it must yield texts')
         for number, value in enumerate(values, 1):
-            if not (value is None or isinstance(value, str)):
-                raise UserError(f'{name}() yields {value!r:.50}: it must yield texts')
+            if not (config['skip_bad'] or value is None or isinstance(value, str)):
+                raise UserError(f'{name}, document {number}: {value!r:.50} is not text: {SKIP}')
             yield Text(f'{name}, document {number}', True, value)
 
     return open_texts(read, name, config['shuffle_seed'], config)

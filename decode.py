@@ -360,7 +360,8 @@ def generate(
     ValueError if a text is empty or n is negative.
 
         import torch
-        from decode import LanguageModel, generate
+        from decode import generate
+        from model import LanguageModel
 
         model = LanguageModel.from_pretrained('PATH/pretrained/lm')  # PATH: this file's folder
         ids = torch.tensor([[255, *b'Fellow citizens']])  # of bytes; 255 starts a document

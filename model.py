@@ -84,8 +84,8 @@ class LayerWeights(NamedTuple):
     weight, or a setting that layers do not share, add a field here and fill it in
     LayerParams.bind. Muon trains parameters of layers whose last two sides both exceed 1, as
     matrices or stacks of them: store a vector of each expert as (E, 1, D). AdamW trains those
-    outside the layers, as scalars, except embedding and head (LanguageModel.param_groups). A
-    buffer that layers change in training is lost in long chunks, which copy their weights."""
+    outside the layers, as scalars, except embedding and head (LanguageModel.param_groups). What
+    layers change in a buffer in training is lost in long chunks, which run on copies."""
 
     wqkv: Linear  # ((C M + 2 C) K, D): queries, keys and values of all heads
     wo: Linear  # (E, D, H K)

@@ -1,7 +1,8 @@
 """What a language model does inside, token by token, for notebooks and logs.
 
     import torch
-    from tracing import LanguageModel, trace
+    from model import LanguageModel
+    from tracing import trace
 
     ids = torch.tensor([[255, *b'We the']])  # of bytes; 255 starts a document
     found = trace(LanguageModel.from_pretrained('PATH/pretrained/lm'), ids)

@@ -326,7 +326,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             names = [name for name, _, _ in folder.saved.get('shards', [])]
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
-    trained_for = folder.saved.get('seconds') if folder.saved else 0  # differs between checkpoints
+    trained_for = folder.saved.get('seconds') if folder.saved else 0  # tells runs apart
     n_records = 0 if eval_only else len(folder.records)
     ranks.compare_ranks(folder.step, trained_for, n_records, shards)
     saved_shards = folder.saved.get('shards') if folder.saved else None  # an export has none
@@ -493,7 +493,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
                 overrides=in_use,
                 step=step,
                 seconds=seconds,
-                record=plain(record),  # without numbers of NumPy
+                record=plain(record),  # as in log.jsonl, with plain numbers for NumPy's
                 rng=gather_random_states(device_),
             )
             saved_at = step

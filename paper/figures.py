@@ -267,8 +267,8 @@ def draw_means(scores: DataFrame, draws: int = 100_000) -> DataFrame:
 
 def best_depths(scores: DataFrame) -> tuple[float, float, str]:
     """Return the shares of draws of the means in which the best L is smaller and larger with
-    recurrence, and a sentence about them; NaN and '' if a kind has no two depths with several
-    seeds. Allocations with one seed are left out.
+    recurrence, and a sentence about them; NaN and '' if either kind has fewer than two depths with
+    several seeds. Allocations with one seed are left out.
 
     scores: a row per seed and a column per allocation, whose name starts with its kind (recurrent
     or not) and L; lower is better."""

@@ -127,6 +127,8 @@ def script_of(path: str) -> Script:
     """Return the settings of a trainer. Raises UserError if it is no Python."""
     try:
         return Script(ROOT / path)
+    except UserError:
+        raise
     except (SyntaxError, ValueError) as error:
         raise UserError(f'{path}: {first_line(error)}') from None
 

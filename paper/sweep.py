@@ -21,7 +21,7 @@ out/PLAN-SETTING/NAME; so are those of other sizes, whose cost differs, and of a
 Behind `--`, settings that change no result (NEUTRAL) or name the data change no folder, but a run
 on other data, or of a trainer that has changed since, is refused. (Levels of agents are not
 compared: figures print how many sets have trained a plan.) In a plan of agents and language models,
-a setting that one trainer lacks is left out there, and a --script has the runs of its kind alone.
+a setting that one trainer lacks is left out there, and a --script takes the runs of its kind.
 """
 
 import argparse
@@ -146,7 +146,8 @@ def select(args: argparse.Namespace) -> list[Run]:
         is_agent = 'n_envs' in script_of(script).defaults
         runs = [run for run in runs if is_agent == ('n_envs' in script_of(run.script).defaults)]
         if not runs:
-            raise UserError(f'--script={args.script}: {args.plan} has no run of its kind of model')
+            kind = 'agents' if is_agent else 'language models'
+            raise UserError(f'{args.script}: trains {kind}, of which {args.plan} has none')
         runs = [run._replace(script=script, plan=f'{run.plan}-{name}') for run in runs]
     names = set()
     for argument in [f'--{argument}' for argument in args.vary] + args.settings:

@@ -40,6 +40,7 @@ def need_packages(**wanted: bool) -> None:
         # A folder without __init__.py can be imported, too: wandb makes one named wandb.
         if spec is None or spec.origin is None or not places:
             other = f' ({(places or [spec.origin])[0]} is something else)' if spec else ''
-            without = '--tensorboard=False, --wandb=False, --env=torch'
+            is_tracker = name in ('tensorboard', 'wandb')
+            without = f'--{name}=False' if is_tracker else '--env=torch'
             advice = f'pip install {name}, or do without ({without})'
             raise UserError(f'{name} is asked for but not installed{other}: {advice}')

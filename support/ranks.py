@@ -284,16 +284,17 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def compare_weights(model: torch.nn.Module) -> None:
-    """Print a warning if the weights of ranks differ, exactly. Every rank calls this before a
-    checkpoint is saved, because only those of rank 0 are."""
+    """Print a warning if checksums of the weights differ between ranks. Every rank calls this before
+    a checkpoint, which has the weights of rank 0 alone."""
     if not dist.is_initialized():
         return
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     weights = [p.detach() for p in model.parameters() if p.numel()]
     sums = [x.view(integers[x.element_size()]).sum(dtype=torch.int64) for x in weights]
     if not agree(torch.stack(sums).tolist()):
-        advice = 'random numbers in an update need one seed for all ranks, those of a loss do not'
-        print0(f'warning: the weights of the ranks differ, and those of rank 0 are saved: {advice}')
+        advice = 'if an update draws random numbers, give all ranks one seed for them'
+        also = 'unlike processors may differ, too'
+        print0(f"warning: the weights of the ranks differ, rank 0's are saved: {advice} ({also})")
 
 
 # ---- the device ----

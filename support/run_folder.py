@@ -53,6 +53,7 @@ from support.trackers import open_trackers
 from support.values import convert, tuples
 
 LAST, PREV, BEST = 'last.pt', 'prev.pt', 'best'
+UNSAFE = 'unsafe.pt'  # a checkpoint that `load_checkpoint` would refuse
 WEIGHTS, CONFIG = 'model.safetensors', 'config.json'  # of an export
 LOCK = '.lock'  # locked by filelock while a run uses the folder, and names its process
 # What torchrun and Slurm set in the environment of a job that they start again.
@@ -71,7 +72,7 @@ PEAK_FLOPS = {
 }
 # What a run writes into its folder, and `overwrite` removes.
 RUN_FILES = (
-    *(LAST, PREV, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
+    *(LAST, PREV, UNSAFE, 'log.jsonl', CONFIG, BEST, 'loss.png', 'curve.png'),
     *('eval_*.json', 'events.out.tfevents.*'),
 )
 # Settings of a single call, which a resumed run does not take from its checkpoint.
@@ -206,7 +207,7 @@ def load_checkpoint(path: Path) -> dict:
         advice = 'give another file, or delete it'
         if 'weights only load failed' in reason.lower() or 'weights_only' in reason:
             reason = 'holds Python objects, refused because loading them could run code'
-            advice = 'if you trust it, torch.load(..., weights_only=False) reads it'
+            advice = 'if you trust it, torch.load(..., weights_only=False) can'
         raise UserError(f'{path}: {reason}: {advice}') from None
 
 
@@ -427,8 +428,9 @@ class RunFolder:
         later = starts[len(metadata.get('starts', [])) :]
         lost = {k: x for start in later for k, x in start.get('changes', {}).items()}
         self.finished = is_finished(self.path)
-        if self.finished:  # with these settings, perhaps without a further update
-            before = {**before, **lost}
+        if self.finished:  # with the settings in config.json, perhaps without a further update
+            now = settings_of(self.path)
+            before, lost = {**before, **{name: now[name] for name in lost}}, {}
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             # the script may be newer than the run; an export has lists for tuples
@@ -566,8 +568,10 @@ class RunFolder:
                     raise error.__context__ from None
                 raise
             if objects := torch.serialization.get_unsafe_globals_in_checkpoint(file.name):
+                shutil.copyfile(file.name, path.with_name(UNSAFE))
                 reason = f'an edit saves {objects[0]}, which a resumed run would refuse'
-                raise UserError(f'{path}: not saved: {reason}: save tensors and plain values')
+                advice = f'save tensors and plain values; {UNSAFE} has this update'
+                raise UserError(f'{path}: not saved: {reason}: {advice}')
 
         path, keep = self.path / LAST, self.keep
         # A link leads to a larger disk, where both checkpoints stay. The links of a copied folder
@@ -588,7 +592,7 @@ class RunFolder:
             settings = {'settings': dict(self.config), 'command': self.metadata['command']}
             try:
                 model.save_pretrained(self.path / BEST, config={**metadata, **settings})
-            except (UserError, OSError) as error:  # another's file, or a full disk, ends no run
+            except UserError as error:  # a file that somebody else put there must not end a run
                 warn(f'best/ keeps the earlier model, if any: {error}')
 
     def finish(self, is_finished: bool) -> None:

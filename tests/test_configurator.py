@@ -23,7 +23,7 @@ from support.values import check_fields
 
 SCRIPT = '''"""Trains a toy."""
 import math
-here = math.pi
+_here = math.pi
 try:
     import wandb as w
 except ImportError:
@@ -100,7 +100,8 @@ def test_a_line_that_only_looks_like_a_setting_is_refused(tmp_path, line):
     """If it were ignored, the model and the saved settings would lack it."""
     path = tmp_path / 'toy.py'
     path.write_text(SCRIPT.replace('resume = False', line))
-    assert_refused(re.escape(f'{path}:12: {line!r}: expected `name = literal`: '), Script, path)
+    message = re.escape(f'{path}:12: {line!r}: a setting must be a literal: ')
+    assert_refused(message, Script, path)
 
 
 FILES = {

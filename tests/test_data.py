@@ -149,7 +149,9 @@ def test_documents_of_a_function_are_shuffled_counted_and_not_mixed_with_others(
     assert f'generated: {len(DOCUMENTS)} documents, ' in capsys.readouterr().out
     assert_refused('was prepared with source', prepare, tmp_path, lambda: DOCUMENTS[1:])
     assert_refused('choose one source', prepare, tmp_path / 'new', generated, demo=True)
-    assert_refused('yields 7: it must yield texts', prepare, tmp_path / 'new', lambda: ['a', 7])
+    assert_refused(
+        'document 2: 7 is not text: --skip_bad', prepare, tmp_path / 'new', lambda: ['a', 7]
+    )
     same = generated()
     assert_refused('returned one iterator twice', prepare, tmp_path / 'new', lambda: same)
     assert_refused('returned None: it must yield texts', prepare, tmp_path / 'new', lambda: None)

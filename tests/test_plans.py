@@ -204,3 +204,5 @@ def test_a_varied_setting_that_is_no_axis_has_a_folder_of_its_own():
 def test_a_trainer_that_is_no_python_is_one_line(tmp_path):
     (tmp_path / 'mine.py').write_text('n_layer = 1\nif n_layer\n')
     assert_refused('mine.py: SyntaxError: ', plans.script_of, str(tmp_path / 'mine.py'))
+    (tmp_path / 'mine.py').write_text('n_layer = 1\nn_embd = 8 * 4\n')
+    assert_refused(f'^{tmp_path}/mine.py:2: ', plans.script_of, str(tmp_path / 'mine.py'))

@@ -110,6 +110,6 @@ def train_with_downloads(folder):
     return downloads
 
 
-def test_only_one_of_several_ranks_downloads_levels(tmp_path):
+def test_ranks_download_each_split_once(tmp_path):
     downloads = run_ranks(2, train_with_downloads, tmp_path)
     assert sorted(sum(downloads, [])) == ['hard.npy', 'medium-valid.npy']

@@ -360,7 +360,9 @@ def test_a_copy_of_a_trainer_leaves_out_models_of_the_other_kind(main, tmp_path)
     mine = shutil.copy(ROOT / 'train_sokoban.py', tmp_path / 'mine.py')
     _, out = main('residual', f'--script={mine}')
     assert out.count('mine.py --') == len([r for r in plans.runs_of('residual') if not r.config])
-    assert_refused('has no run of its kind', main, 'lm-small', f'--script={mine}')
+    assert_refused(
+        'trains agents, of which lm-small has none', main, 'lm-small', f'--script={mine}'
+    )
 
 
 def test_listed_commands_of_a_copy_find_the_modules_of_this_project(main, tmp_path, monkeypatch):

@@ -233,6 +233,7 @@ def test_a_run_ends_at_max_iters_and_is_then_left_alone_by_auto(data, tmp_path, 
     assert run_lm('/nowhere', tmp_path, resume='auto', max_iters=3) == 0
     assert f'{tmp_path}: done, 3 updates' in capfd.readouterr().out
     assert resume(tmp_path) == 0  # the checkpoint has another max_iters
+    assert 'as in a later start' not in capfd.readouterr().out
     assert resume(tmp_path, '--max_iters=3', '--learning_rate=0.5') == 0
     assert bytes_in(tmp_path) == before
     assert run_lm(data, tmp_path, resume='auto', max_iters=4) == 0

@@ -30,7 +30,7 @@ import pandas
 from pandas import DataFrame, Series
 
 from paper.figures import PUBLISHED, best_depths, draw_means, runs, score, value_of
-from paper.plans import Plan, Run, equal_work, grid, read_runs
+from paper.plans import Plan, Run, equal_work, full_settings, grid, read_runs
 from paper.plans import runs_of as runs_of_plan
 from paper.studies.study_lm import BYTES, CONFIGS, RATES
 from paper.sweep import other_setting
@@ -97,8 +97,9 @@ def origin(folder: str, processor: str = '') -> dict[str, str]:
 
 def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     """Return the finished runs in a folder with their `origin`. Only runs of the plan that a table
-    is named after count: their parent folder has its name. Raises UserError if there is none, or if
-    one has other settings than the plan, or a number of experts that it does not have."""
+    is named after count: their parent folder has its name. Raises UserError if there is none, if
+    one has changed settings when it resumed, or a number of experts that the plan does not have, or
+    if one with the name of a planned run has other settings, but for the data (see `add`)."""
     plan = path.stem.replace('_', '-')
     table = runs([folder]).query('finished and plan == @plan')
     if table.empty:
@@ -109,13 +110,14 @@ def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
         raise UserError(f'{run.folder}: {sizes}: is not in the plan {plan}: move it away')
     planned = {run.folder.name: run for run in runs_of_plan(plan)}
     for run in table.itertuples():
-        folder = Path(run.folder)
         if run.changed:
             reason = f'changed {run.changed} when it resumed'
-            raise UserError(f'{folder}: {reason}: move it away and run it again')
-        [(saved, _)] = read_runs([folder])
-        if folder.name in planned and (found := other_setting(planned[folder.name], saved)):
-            raise UserError(f'{folder} {found}: is not in the plan {plan}: move it away')
+            raise UserError(f'{run.folder}: {reason}: move it away and run it again')
+        [(saved, _)] = read_runs([Path(run.folder)])
+        if in_plan := planned.get(Path(run.folder).name):
+            saved['data_dir'] = full_settings(in_plan)['data_dir']
+            if found := other_setting(in_plan, saved):
+                raise UserError(f'{run.folder} {found}: is not in the plan {plan}: move it away')
     return table.assign(**DataFrame([origin(x, processor) for x in table['folder']], table.index))
 
 
