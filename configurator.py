@@ -74,9 +74,7 @@ class Script:
                 value = literal(None if isinstance(node, ast.AugAssign) else node.value)
             except ValueError:  # as no setting, it would be missing from the model and the run
                 line = f'{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:60]!r}'
-                advice = (
-                    'write its value, or compute it under a name in CAPITALS or with a leading _'
-                )
+                advice = 'write its value, or compute it as a NAME in capitals or a _name'
                 raise UserError(f'{line}: a setting must be a literal: {advice}') from None
             self.defaults[name] = value
             last = node.end_lineno

@@ -284,8 +284,8 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def compare_weights(model: torch.nn.Module) -> None:
-    """Print a warning if checksums of the weights differ between ranks. Every rank calls this before
-    a checkpoint, which has the weights of rank 0 alone."""
+    """Print a warning if sums of the weights' bits differ between ranks. Every rank calls this
+    before a checkpoint, which has the weights of rank 0 alone."""
     if not dist.is_initialized():
         return
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
