@@ -61,7 +61,9 @@ class Script:
         self.defaults = {}
         first, last = 0, 0  # of the lines with settings
         lines = source.split('\n')
+        has_code = False  # a function or class has been passed
         for node in tree.body:
+            has_code |= isinstance(node, ast.FunctionDef | ast.ClassDef)
             if self.defaults and (hasattr(node, 'body') or calls_configure(node)):
                 break
             names = assigned_names(node)
@@ -73,6 +75,8 @@ class Script:
                 (name,) = names
                 value = literal(None if isinstance(node, ast.AugAssign) else node.value)
             except ValueError:  # as no setting, it would be missing from the model and the run
+                if has_code and not self.defaults:
+                    continue  # a module without settings
                 line = f'{path}:{node.lineno}: {lines[node.lineno - 1].strip()[:60]!r}'
                 advice = 'write its value, or compute it as a NAME in capitals or a _name'
                 raise UserError(f'{line}: a setting must be a literal: {advice}') from None

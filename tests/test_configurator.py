@@ -102,6 +102,8 @@ def test_a_line_that_only_looks_like_a_setting_is_refused(tmp_path, line):
     path.write_text(SCRIPT.replace('resume = False', line))
     message = re.escape(f'{path}:12: {line!r}: a setting must be a literal: ')
     assert_refused(message, Script, path)
+    path.write_text(SCRIPT.replace("out_dir = 'out'", "out_dir = 'out' + 'lm'"))
+    assert_refused('a setting must be a literal', Script, path)  # the first one, too
 
 
 FILES = {
