@@ -73,7 +73,7 @@ def test_ranks_with_runs_of_their_own_are_refused(tmp_path):
         assert line.startswith('out_dir: the ranks have 0, 1: give all ranks the same')
 
 
-def print_differences(names):
+def print_differences():
     """Compare the weights of ranks, equal at first; return what is printed."""
     rank, _, _ = ranks.join_ranks('cpu', 1)
     model, printed = torch.nn.Linear(2, 1), io.StringIO()
@@ -89,7 +89,7 @@ def print_differences(names):
 
 
 def test_ranks_whose_weights_differ_are_named():
-    first, second = run_ranks(2, print_differences, ())
+    first, second = run_ranks(2, print_differences)
     assert second == '|' and first.startswith('|warning: the weights of the ranks differ')
 
 

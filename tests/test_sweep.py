@@ -357,11 +357,11 @@ def test_a_copy_of_the_trainer_has_folders_of_its_own(main, fake):
 
 
 def test_a_copy_of_a_trainer_leaves_out_models_of_the_other_kind(main, tmp_path):
-    mine = shutil.copy(ROOT / 'train_sokoban.py', tmp_path / 'mine.py')
-    _, out = main('residual', f'--script={mine}')
-    assert out.count('mine.py --') == len([r for r in plans.runs_of('residual') if not r.config])
+    script = shutil.copy(ROOT / 'train_sokoban.py', tmp_path / 'trainer.py')
+    _, out = main('residual', f'--script={script}')
+    assert out.count('trainer.py --') == len([r for r in plans.runs_of('residual') if not r.config])
     assert_refused(
-        'trains agents, of which lm-small has none', main, 'lm-small', f'--script={mine}'
+        'trains agents, of which lm-small has none', main, 'lm-small', f'--script={script}'
     )
 
 

@@ -104,11 +104,11 @@ def finished_runs(path: Path, folder: str, processor: str = '') -> DataFrame:
     table = runs([folder]).query('finished and plan == @plan')
     if table.empty:
         raise UserError(f'{folder}: no run of the plan {plan} has finished yet')
-    totals = {run.axes['n_layer'] * run.axes['n_expert'] for run in runs_of_plan(plan)}
+    planned = {run.folder.name: run for run in runs_of_plan(plan)}
+    totals = {run.axes['n_layer'] * run.axes['n_expert'] for run in planned.values()}
     for run in table[~(table['n_layer'] * table['n_expert']).isin(totals)].itertuples():
         sizes = f'L = {run.n_layer}, E = {run.n_expert}'
         raise UserError(f'{run.folder}: {sizes}: is not in the plan {plan}: move it away')
-    planned = {run.folder.name: run for run in runs_of_plan(plan)}
     for run in table.itertuples():
         if run.changed:
             reason = f'changed {run.changed} when it resumed'
