@@ -419,9 +419,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    trained_for = folder.saved.get('seconds') if folder.saved else 0  # tells runs apart
-    n_records = 0 if eval_only else len(folder.records)
-    ranks.compare_ranks(folder.step, trained_for, n_records, eval_crc, levels_crc)
+    ranks.compare_ranks(folder.fingerprint(), eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
         with ranks.evaluating(model):

@@ -375,6 +375,11 @@ class RunFolder:
         if is_finished(self.path) or was_saved or (log and self.config['resume'] is False):
             raise UserError(f'{self.path}: holds a run without a checkpoint: {replace}')
 
+    def fingerprint(self) -> tuple:
+        """Return numbers that tell this checkpoint and its log from those of another run."""
+        n_records = 0 if self.config['eval_only'] else len(self.records)
+        return self.step, self.saved.get('seconds') if self.saved else None, n_records
+
     def lock(self) -> None:
         """Lock the folder. Raises UserError if another run has it."""
         path = self.path / LOCK
@@ -519,8 +524,8 @@ class RunFolder:
         write_json({**self.config, **self.metadata, **more}, self.path / CONFIG)
 
     def log(self, record: dict) -> None:
-        """Append a line to log.jsonl, and pass the record to the trackers. While the disk is full
-        the run goes on, because last.pt may be a link to another disk: lines are tried again."""
+        """Append a line to log.jsonl, and pass the record to the trackers. Lines that a full disk
+        refuses are tried again with later ones, because last.pt may be a link to another disk."""
         if self.rank > 0:
             return
         self.unwritten.append(record)
