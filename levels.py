@@ -116,8 +116,8 @@ def observations(levels: ndarray) -> ndarray:
 
 def codes_of(boards: ndarray) -> ndarray:
     """Return the codes (N, 100) of boards (N, 10, 10, 2); those of a board that is no level are not
-    all in SYMBOLS."""
-    variable, fixed = np.moveaxis(boards.reshape(-1, CELLS, 2), -1, 0)
+    all in SYMBOLS. Further channels, of an edit, are ignored."""
+    variable, fixed = np.moveaxis(boards[..., :2].reshape(-1, CELLS, 2), -1, 0)
     return np.where(variable == AGENT, PLAYER, variable) | fixed
 
 

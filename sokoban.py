@@ -99,6 +99,8 @@ class SokobanEnv:
                         bool, only those where it is true
         state_dict(), load_state_dict(state)    all that a resumed run needs, tensors (N, ...)
 
+    play_sokoban.py draws, and sokoban_gym.py declares, the boards of levels.py alone.
+
     levels: packed levels (n, 17). order: with 'random' a board whose episode has ended samples its
     next level from all levels, with replacement; with 'sequence' board i plays the levels i, i + N,
     i + 2N, ... first_board: the number of the first board, where other ranks have boards of the

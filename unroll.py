@@ -220,7 +220,7 @@ class ChunkCache:
         self.heads = layout.heads
         self.width = width
         self.skip = W - width  # slots that not even the first token sees
-        self.t = 0  # the next token
+        self.t = 0  # the next token, counted from the start of the chunk, or of its segment
         # One tensor, so that storing a token is one kernel. It starts at zero, because slots that
         # are not filled yet are read with weight 0 and must be finite.
         buffers = k.new_zeros(3, N, W + T, K)
@@ -266,6 +266,8 @@ class ChunkCache:
     def carried_grads(self) -> Tensor:
         """Return the gradients of the carried keys, not rotated, and values, (2, N, W, K)."""
         layout, W = self.layout, self.layout.W
+        if self.grads is None:  # no token has attended, as in an edit without attention
+            self.start_backward(layout.T - 1)
         dk, dv = self.grads[:, :, :W]
         return torch.stack([rotate(dk, layout.cos[:W], -layout.sin[:W]), dv])
 
@@ -390,9 +392,9 @@ def run_chunk(
 ) -> tuple[Tensor, tuple]:
     """Run the token loop over a chunk.
 
-    z (T, B, D); state: (s, k, v, count) as in model.State, which gets no gradient; cuda_graphs:
-    whether to replay the segments of a long chunk as CUDA graphs. Returns s after every token, (T,
-    *s.shape), and the new (s, k, v, count)."""
+    z (T, B, D); state: (s, k, v, count) as in model.State, of which s alone may get a gradient;
+    cuda_graphs: whether to replay the segments of a long chunk as CUDA graphs. Returns s after
+    every token, (T, *s.shape), and the new (s, k, v, count)."""
     s, k, v, count = state
     T, dtype = len(z), layers[0].dtype
     L, B, C, W, K = k.shape
@@ -569,7 +571,8 @@ class Recompute(torch.autograd.Function):
             with continuing_from(states, z.device):
                 dz[t:end], ds, dkv, grads = graphed(segment.graphs, 'backward', segment.backward)
             torch._foreach_add_(totals, grads)
-        return None, dz, None, None, None, *totals
+        # a copy of ds, which lies in the memory of a graph
+        return None, dz, ds.clone(), None, None, *totals
 
 
 def load_weights(segments: list[tuple[int, Segment]], weights: list[Tensor]) -> None:

@@ -14,11 +14,12 @@ for name in ('OMP', 'MKL', 'OPENBLAS'):
     os.environ.setdefault(f'{name}_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
-# Ignore what a git hook, a cluster job or a tracker has set, and leave the user's cache of data
-# sets alone.
+# Ignore what a git hook, a cluster job or a tracker has set, and the user's settings of git; leave
+# the user's cache of data sets alone.
 for name in list(os.environ):
-    if name.startswith(('GIT_', 'WANDB_')) or name.endswith('_RESTART_COUNT'):
+    if name.startswith(('GIT_', 'HF_', 'WANDB_')) or name.endswith('_RESTART_COUNT'):
         del os.environ[name]
+os.environ['GIT_CONFIG_GLOBAL'] = os.devnull
 os.environ['HF_HOME'] = tempfile.mkdtemp()
 
 # A shell starts its background jobs with SIGINT ignored; the tests of ctrl-C need the default.

@@ -1,6 +1,6 @@
 """An independent reference of the language models, in float64, token by token and expert by expert.
 
-It reads a model's parameters and uses none of the functions of model.py or model.py. All keys and
+It reads a model's parameters and uses none of the functions of model.py or unroll.py. All keys and
 values of a stream are kept, positions are absolute, and the window is a mask. Every mode (plain,
 fast, compiled, recomputed blocks, CUDA graphs, Triton overrides, the decoder) is compared with it.
 

@@ -280,6 +280,7 @@ EDITS = {
     ),
 }
 SHORT = (
+    'chunks without a state, gradients of the last slice alone, heads of other experts',
     'steps of an agent without the scale of its unroll',
     'a setting that only the trainer knows',
 )

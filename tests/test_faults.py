@@ -99,6 +99,22 @@ def test_torchrun_restarts_a_run_of_which_a_rank_was_killed(data, tmp_path):
     assert_equal(read_log(tmp_path / 'a'), read_log(tmp_path / 'b'))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+def test_torchrun_passes_a_signal_on_and_waits_for_the_checkpoint(data, tmp_path, number):
+    """With the options that README gives for a scheduler."""
+    options = ['--standalone', '--signals-to-handle=SIGTERM,SIGINT,SIGUSR1']
+    options += ['--shutdown-timeout=110']
+    argv = lm_arguments(data, tmp_path, max_iters=10**6)
+    launcher = start([*TORCHRUN, *options, 'train_lm.py', *argv])
+    wait_for(tmp_path / LAST, launcher)
+    before = load_checkpoint(tmp_path / LAST)['step']
+    launcher.send_signal(number)
+    printed, error = launcher.communicate()
+    step = load_checkpoint(tmp_path / LAST)['step']
+    assert step > before and f'stopped after update {step}, saved' in printed, printed + error
+
+
 @pytest.fixture
 def hosts():
     """Return the names of two network namespaces that stand for hosts, with a cable between."""

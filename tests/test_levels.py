@@ -108,6 +108,12 @@ def test_the_real_levels_are_read():
     assert len(load_levels(str(BOXOBAN), 'unfiltered-valid')[0]) == 100_000
 
 
+def test_an_observation_with_a_further_channel_is_drawn():
+    """As of an edit that gives an agent the former frame, too."""
+    (board,) = observations(parse_text(numbered([BOARD]), 'x'))
+    assert board_text(np.concatenate([board, board[..., :1]], -1)) == BOARD
+
+
 # ---- splits ----
 
 

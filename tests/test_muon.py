@@ -10,7 +10,7 @@ from processes import run_ranks
 from support import muon, ranks
 from support.muon import Muon
 
-# tall, state_dtype, square, one matrix, 4-D: 18 matrices
+# tall, wide, square, one matrix, 4-D: 18 matrices
 SHAPES = [(3, 32, 16), (2, 16, 32), (4, 24, 24), (48, 16), (16, 48), (2, 3, 16, 32), (1, 8, 40)]
 
 

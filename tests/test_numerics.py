@@ -7,6 +7,7 @@ from small_runs import read_log, run_agent, run_lm
 
 from decode import Decoder
 from model import GPT, RecurrentGPT
+from support.run_folder import LAST, load_checkpoint
 
 
 @pytest.mark.parametrize('model_type', [RecurrentGPT, GPT])
@@ -35,12 +36,28 @@ def test_training_in_bfloat16_follows_float32(data, tmp_path):
     assert 0 < difference.abs().max() < 0.04
 
 
-def test_another_seed_gives_another_run(data, tmp_path):
-    """The tests of resuming show that runs with the same seed are equal."""
-    logs = []
-    for seed in (1, 2):
-        assert run_lm(data, tmp_path / f'lm{seed}', seed=seed, max_iters=3) == 0
-        assert run_agent(tmp_path / f'agent{seed}', seed=seed, total_steps=24) == 0
-        logs.append([read_log(tmp_path / f'{name}{seed}') for name in ('lm', 'agent')])
-    for one, other in zip(*logs, strict=True):
-        assert one[-1] != other[-1]
+RATES = ('learning_rate', 'embedding_lr', 'head_lr', 'scalar_lr')  # of a language model
+
+
+def test_another_seed_gives_other_weights_and_data(data, trained, tmp_path):
+    """With rates of 0 a run ends with its first weights, and from the same weights the losses
+    differ by the data alone. The tests of resuming show that runs with the same seed are equal."""
+
+    def lm(out, **settings):
+        return run_lm(data, out, max_iters=3, **dict.fromkeys(RATES, 0), **settings)
+
+    def agent(out, **settings):
+        return run_agent(out, total_steps=24, learning_rate=0, **settings)
+
+    sources = {lm: trained / 'recurrent', agent: tmp_path / 'agent1'}
+    for run, source in sources.items():
+        weights, losses = [], []
+        for seed in (1, 2):
+            first, second = (tmp_path / f'{run.__name__}{seed}{x}' for x in ('', '_same'))
+            assert run(first, seed=seed) == 0
+            assert run(second, seed=seed, init_from=source) == 0
+            weights.append(load_checkpoint(first / LAST)['model'])
+            record = read_log(second)[-1]
+            losses.append(record.get('train_loss', record.get('loss')))
+        assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
+        assert losses[0] != losses[1]

@@ -148,7 +148,8 @@ def load(agents, **changes):
 
 def test_the_untrained_agent_has_the_first_weights_of_the_run(tmp_path):
     """A run whose learning rate is 0 ends with them."""
-    assert run_agent(tmp_path, n_layer=1, n_embd=8, learning_rate=0, total_steps=12) == 0
+    sizes = {'n_layer': 1, 'n_embd': 8}
+    assert run_agent(tmp_path, seed=5, learning_rate=0, total_steps=12, **sizes) == 0
     player = probe.load_player(str(tmp_path), 'cpu')
     assert_equal(player.agent.state_dict(), player.untrained.state_dict())
 

@@ -656,12 +656,32 @@ def test_a_copy_of_a_run_is_a_new_run_of_weights_and_biases(tmp_path, monkeypatc
     assert resume(tmp_path / 'moved') == (None, None)
 
 
+# ---- the machine
+
+
+@pytest.mark.parametrize(
+    'gpu, dtype, expected',
+    [
+        ('NVIDIA H100 80GB HBM3', torch.bfloat16, '30.0%'),
+        ('NVIDIA H100 PCIe', torch.bfloat16, '39.2%'),
+        ('NVIDIA H100 80GB HBM3', torch.float32, 'n/a'),
+        ('Tesla T4', torch.bfloat16, 'n/a'),
+    ],
+)
+def test_utilization_is_three_forwards_over_the_peak_of_all_gpus(monkeypatch, gpu, dtype, expected):
+    """A forward of 0.989 GFLOPs per token at 200,000 tokens/s on two GPUs."""
+    monkeypatch.setattr(run_folder, 'device_name', lambda device: gpu)
+    monkeypatch.setattr(run_folder.dist, 'is_initialized', lambda: True)
+    monkeypatch.setattr(run_folder.dist, 'get_world_size', lambda: 2)
+    model = Mock(flops_per_token=lambda: {'layers': 0.9e9, 'head': 0.089e9})
+    assert run_folder.mfu(model, 200_000, 'cuda:0', dtype) == expected
+
+
 # ---- signals
 
 
 @pytest.mark.parametrize('name', ['SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'])
 def test_signals_that_mean_stop_soon_set_the_flag_until_the_handlers_are_restored(name):
-    """A library's handler stays."""
     number = getattr(signal, name)
     stopper = Stopper()
     os.kill(os.getpid(), number)

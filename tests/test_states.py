@@ -532,6 +532,8 @@ def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, mon
     assert frame['finished'].all() and frame['kind'].to_list() == ['recurrent', 'non-recurrent']
     printed = capsys.readouterr().out
     assert all(f', {step} in 1 s' in printed for step in frame['step'])
+    for ms, n in re.findall(r': (\d+) ms per update, (\d+) in 1 s', printed):
+        assert abs(int(n) * int(ms) - 1000) <= int(ms) + int(n)  # both are rounded
     monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing'])
     assert_refused("recurrent.txt: error: no val shards in 'missing'", demo_states.main)
 

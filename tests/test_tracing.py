@@ -37,7 +37,7 @@ def test_a_model_in_bf16_is_traced(model_type):
 @both_models
 @torch.no_grad()
 def test_attention_weights_and_hidden_units_are_those_of_each_expert_and_head(model_type):
-    """LayerParams 0 of the non-recurrent model, or of a recurrent one with a = 0, reads the
+    """Layer 0 of the non-recurrent model, or of a recurrent one with a = 0, reads the
     embedding alone, and with Wo = 0 its FFN does, too."""
     model, x = make(model_type, window=3, n_expert=3), tokens(1, 5)
     layer = model.layers[0]

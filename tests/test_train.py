@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import itertools
+import json
 import math
 import os
 import re
@@ -142,6 +144,9 @@ def test_resume_is_bit_equal(data, tmp_path, monkeypatch, settings, number):
     assert resume(b) == 0
     assert_equal(last_of(a), last_of(b))
     assert_equal(read_log(a), read_log(b))
+    lines = [json.loads(line) for line in (b / 'log.jsonl').read_text().splitlines()][1:]
+    seconds = itertools.accumulate(line['ms'] / 1000 for line in lines)
+    assert [line['seconds'] for line in lines] == pytest.approx(list(seconds))
 
 
 def test_after_an_error_a_notebook_can_resume_the_run(data, tmp_path, monkeypatch):
@@ -273,6 +278,7 @@ def test_a_resumed_run_may_use_the_overrides_that_it_had(data, tmp_path, monkeyp
 
     monkeypatch.setattr(train_lm, 'choose_overrides', choose)
     monkeypatch.setattr(compiling, 'compiled', lambda f: f)
+    monkeypatch.setattr(compiling.fused, 'enabled', False)  # restored after the test
     run_lm(data, tmp_path, max_iters=2, compile=True)
     assert resume(tmp_path, '--max_iters=3') == 0
     assert asked == [None, ['other']]
@@ -491,6 +497,16 @@ def test_the_lstm_has_the_size_of_our_model():
     config = model.ModelConfig(256, n_embd=128, window=12, n_expert=2)
     baseline, experts = build_lstm(config, True), model.build_model(config, True)
     assert 0.98 < baseline.num_params()['total'] / experts.num_params()['total'] < 1.02
+
+
+def test_the_lstm_has_the_optimizer_of_nanogpt_and_open_forget_gates(trained):
+    _, adamw = last_of(trained / 'lstm')['optimizers']
+    matrices, biases = adamw['param_groups']
+    for group, n, decay in ((matrices, 4, 0.1), (biases, 3, 0.0)):
+        found = [len(group['params']), *(group[x] for x in ('betas', 'eps', 'weight_decay'))]
+        assert found == [n, (0.9, 0.95), 1e-8, decay] and group['peak_lr'] == 2e-3
+    lstm = build_lstm(model.ModelConfig(256, n_embd=128), True).lstm
+    assert (lstm.bias_ih_l0.chunk(4)[1] == 1).all()
 
 
 def test_the_lstm_runs_in_float64_and_refuses_other_targets():

@@ -52,8 +52,8 @@ LOSS = '--gamma=0.9 --gae_lambda=0.8 --value_coef=0.7 --entropy_coef=0.3 --unrol
 
 
 def loss_of(logits, values, values_old, batch, gain=lambda p, advantage: p.log() * advantage):
-    """Return [loss, policy loss, value loss, entropy] of a rollout with the settings LOSS, by
-    generalized advantage estimation.
+    """Return [loss, policy loss, value loss, entropy, explained variance of the returns] of a
+    rollout with the settings LOSS, by generalized advantage estimation.
 
     logits: (T, B, 4); values: (T, B); values_old (T + 1, B): the rollout's, which are constants.
     gain: the objective of the policy for the probabilities (T, B) of the actions."""
@@ -69,7 +69,9 @@ def loss_of(logits, values, values_old, batch, gain=lambda p, advantage: p.log()
     policy_loss = -gain(p, advantage).mean()
     value_loss = (values - (values_old + advantage)).square().mean()
     entropy = -(pi * pi.log()).sum(-1).mean()
-    return [policy_loss + 0.7 * value_loss - 0.3 * entropy, policy_loss, value_loss, entropy]
+    explained = 1 - advantage.var() / (values_old + advantage).var()
+    loss = policy_loss + 0.7 * value_loss - 0.3 * entropy
+    return [loss, policy_loss, value_loss, entropy, explained]
 
 
 def make_agent(script, *argv):
@@ -93,7 +95,7 @@ def perturb(agent, size):
 
 def assert_same_loss(agent, loss, stats, expected):
     """Compare the statistics and the gradients of a loss with those of loss_of()."""
-    assert stats[:4].tolist() == pytest.approx([x.item() for x in expected], rel=1e-4)
+    assert stats.tolist() == pytest.approx([x.item() for x in expected], rel=1e-4)
     params = list(agent.parameters())
     found, grads = (torch.autograd.grad(x, params) for x in (loss, expected[0]))
     torch.testing.assert_close(found, grads, rtol=1e-3, atol=1e-5)
