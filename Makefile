@@ -32,7 +32,7 @@ demo-sokoban: .venv/runtime
 
 demo-states: .venv/runtime
 	$(BIN)/python data_states.py
-	$(BIN)/python -m paper.demo_states
+	$(BIN)/python -m paper.demo_states --overwrite=True
 	$(BIN)/python -m paper.states out/demo_states --chains=200
 
 test: .venv/installed

@@ -1,7 +1,8 @@
 """Check an edit of the project in every mode: one to two minutes on two cores.
 
 $ python check_edit.py                # or: make check-edit
-$ python check_edit.py --z_loss=0.01  # settings of the edit, or: make check-edit ARGS=--z_loss=0.01
+$ python check_edit.py --z_loss=0.01  # settings of an edit, here of tests/hacks/e_z_loss.patch; or:
+                                      # make check-edit ARGS=--z_loss=0.01
 $ python check_edit.py --part=recurrent-lm --stage=evaluation  # while you mend it: seconds
 
 There are four parts, each checked in a process of its own: language models and agents, recurrent
@@ -87,8 +88,8 @@ from support.stream import Stream
 # -----------------------------------------------------------------------------
 # fmt: off
 everything = False     # check language models and agents, whatever the edit changes
-part = ''              # check one of PARTS alone
-stage = ''             # check one of STAGES alone
+part = ''              # check one part alone, such as 'recurrent-lm' or 'nonrecurrent-agent'
+stage = ''             # check one stage alone: 'training', 'evaluation' or 'scripts'
 detaches = False       # the edit stops gradients on purpose: they are not the slope of the loss
 backend = 'aot_eager'  # of torch.compile: 'eager' captures, 'aot_eager' also differentiates, and
                        # 'inductor' generates code, as training does, which takes minutes

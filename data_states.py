@@ -34,7 +34,7 @@ from support.loader import open_meta, shard_path, write_meta, write_shard
 
 # fmt: off
 data_dir = ''         # folder for the shards; '' = data/states_<moves>
-moves = 'S5'          # a name in MOVES, or what x and r make of 'abcd...', as in 'dcba,bcda'
+moves = 'S5'          # S5, A5, Z5, D5, parity, or what x and r make of 'abcd...': 'dcba,bcda'
 most_moves = 32       # moves of the longest chains
 lengths = 'log-uniform'     # of chains: 'log-uniform' (most are short) or 'uniform'
 train_tokens = 16_000_000   # training bytes, enough that no update reads a text twice:
@@ -55,6 +55,7 @@ LETTERS = 'abcdefgh'
 # two permutations of the first two to eight letters. For other tasks see paper/states.py.
 MOVES = {
     'S5': ('bacde', 'bcdea'),  # swap the first two; move the first to the end
+    'A5': ('bcade', 'bcdea'),  # rotate the first three; rotate all: even permutations, 60 of them
     'Z5': ('cdeab', 'bcdea'),  # rotate by two; rotate by one: x is r twice
     'D5': ('edcba', 'bcdea'),  # reverse; rotate by one
     'parity': ('ab', 'ba'),  # do nothing; swap
@@ -173,7 +174,7 @@ def make_shards(config: dict) -> None:
             write_shard(shard_path(folder, index), make_text(config, size, part))
         write_meta(folder, {**meta, 'shards': sizes, 'finished': True})
     print(f'{folder}: {sizes[1]:,} training bytes, {sizes[0]:,} validation bytes')
-    print(f'they start with {make_text(config, 80, TRAIN).tobytes().decode()} ...')
+    print(f'the training text starts with {make_text(config, 80, TRAIN).tobytes().decode()} ...')
     floor = entropy(pair, shares_of_counts(config['most_moves'], config['lengths']))
     print(f'entropy of the text: {floor:.4f} nats per byte; no loss is below it, except by chance')
     print('train with and without recurrence, and compare:')

@@ -6,7 +6,10 @@ four minutes; `make demo-states` trains it beside config/states_nonrecurrent.py.
 
     python data_states.py
     python train_lm.py config/states.py
+    python train_lm.py config/states.py --arch=lstm --baseline_lr=0.016 --out_dir=out/states_S5/lstm
     python -m paper.states out/states_S5
+
+The third line trains an LSTM at its best rate of four (paper/studies/states_rates.py).
 """
 
 out_dir = 'out/states_S5/recurrent'

@@ -2,7 +2,7 @@
 layer of eight experts, and eight layers without recurrence. `make demo-states` runs
 
     python data_states.py
-    python -m paper.demo_states
+    python -m paper.demo_states --overwrite=True
     python -m paper.states out/demo_states --chains=200
 
 A trial of a few updates measures the speed of both, so that both learning rates have decayed when
@@ -29,6 +29,7 @@ from support.signals import exit_at_signals
 seconds = 190         # training time of each
 out_dir = 'out/demo_states'
 data_dir = 'data/states_S5'  # text of data_states.py
+overwrite = False     # replace the runs in out_dir
 # fmt: on
 
 RANGES = {'seconds': (1, 100_000)}
@@ -47,15 +48,16 @@ def progress(name: str) -> str:
     return lines[-1] if lines else 'starts'
 
 
-def train(updates: dict[str, int]) -> None:
+def train(updates: dict[str, int], overwrite: bool) -> None:
     """Train both models side by side, for these numbers of updates, into out_dir/NAME, and print
-    their progress. Raises UserError with the last line of a trainer that fails."""
+    their progress. overwrite: whether to replace runs there. Raises UserError with the last line of
+    a trainer that fails, as it does without `overwrite` if there are any."""
     os.makedirs(out_dir, exist_ok=True)
     processes, is_due = {}, Throttle()
     try:
         for name, n in updates.items():
             settings = {'data_dir': data_dir, 'out_dir': os.path.join(out_dir, name)}
-            settings |= {'max_iters': n, 'eval_interval': n, 'threads': 1, 'overwrite': True}
+            settings |= {'max_iters': n, 'eval_interval': n, 'threads': 1, 'overwrite': overwrite}
             flags = [f'--{key}={value}' for key, value in settings.items()]
             command = [sys.executable, ROOT / 'train_lm.py', ROOT / CONFIGS[name], *flags]
             with open(printed(name), 'w', encoding='utf-8') as file:
@@ -76,14 +78,14 @@ def train(updates: dict[str, int]) -> None:
 def main() -> None:
     configure(globals())
     exit_at_signals()
-    train(dict.fromkeys(CONFIGS, TRIAL))
+    train(dict.fromkeys(CONFIGS, TRIAL), overwrite)
     updates = {}
     for name in CONFIGS:
         log = log_of(os.path.join(out_dir, name))
         ms = statistics.median(line['ms'] for line in log if 'ms' in line)
         updates[name] = max(1, int(1000 * seconds / ms))
         print(f'{name}: {ms:.0f} ms per update, {updates[name]} in {seconds} s')
-    train(updates)
+    train(updates, overwrite=True)  # the runs of the trial
 
 
 if __name__ == '__main__':

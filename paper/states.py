@@ -224,29 +224,18 @@ def accuracy(
     return table.assign(window=width, exceeds=table['span'] > width)
 
 
-def score_on(
-    run: dict, streams: list[bytes], find: Callable, which: str = 'best', **options
-) -> DataFrame:
-    """Return the accuracies of a run, a row of figures.runs, on streams of its task, which has the
-    name of the folder of the data; `step` is the model's. Print a line if that is not the last one
-    of the run. find, options: those of `accuracy`. Raises UserError."""
-    folder, erase = run['folder'], options.get('erase')
+def check_model(run: dict, erase: str = '') -> None:
+    """Raise UserError if the model of a run does not read bytes, or lacks what is to be erased."""
+    folder = run['folder']
     if run.get('tokenizer') != 'bytes':
         raise UserError(f'{folder}: no model of bytes: leave it out by --only')
     if erase and (run['model'] == 'LSTM' or erase == 's' and not run['recurrent']):
         raise UserError(f'{folder}: the model has no {erase} to erase: leave it out by --only')
-    model = load_model(folder, which, pick_device('auto'))
-    step = model.metadata.get('step')
-    if step != run['step']:
-        print(f'{folder}: its {which} model is that of update {step}, not {run["step"]}')
-    table = accuracy(model, streams, find, **options).assign(folder=folder, step=step)
-    task = os.path.basename(os.path.abspath(run['data_dir']))
-    return table.assign(task=task, panel=task, floor=math.nan, beyond=False)
 
 
-def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame:
-    """Return the accuracies of a run, a row of figures.runs, on the test text of its task. options:
-    those of `accuracy`. Raises UserError if the run was trained on another text."""
+def read_task(run: dict) -> dict:
+    """Return what data_states.py has written about the text of a run. Raises UserError if the run
+    was trained on another text."""
     data_dir = str(run.get('data_dir'))  # agents have none
     meta = read_meta(data_dir) or {}
     if 'most_moves' not in meta:
@@ -259,6 +248,30 @@ def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame
     if pandas.notna(trained_on) and found not in (None, trained_on):
         reason = f'was trained on another text than that in {data_dir}'
         raise UserError(f'{run["folder"]}: {reason}: leave the run out by --only')
+    return meta
+
+
+def score_on(
+    run: dict, streams: list[bytes], find: Callable, which: str = 'best', **options
+) -> DataFrame:
+    """Return the accuracies of a run, a row of figures.runs, on streams of its task, which has the
+    name of the folder of the data; `step` is the model's. Print a line if that is not the last one
+    of the run. find, options: those of `accuracy`. Raises UserError."""
+    folder = run['folder']
+    check_model(run, options.get('erase', ''))
+    model = load_model(folder, which, pick_device('auto'))
+    step = model.metadata.get('step')
+    if step != run['step']:
+        print(f'{folder}: its {which} model is that of update {step}, not {run["step"]}')
+    table = accuracy(model, streams, find, **options).assign(folder=folder, step=step)
+    task = os.path.basename(os.path.abspath(run['data_dir']))
+    return table.assign(task=task, panel=task, floor=math.nan, beyond=False)
+
+
+def score(run: dict, n_chains: int, which: str = 'best', **options) -> DataFrame:
+    """Return the accuracies of a run, a row of figures.runs, on the test text of its task. options:
+    those of `accuracy`. Raises UserError if the run was trained on another text."""
+    meta = read_task(run)
     pair, most = tuple(meta['moves']), meta['most_moves']
     table = score_on(run, test_text(pair, most, n_chains), find_answers, which, **options)
     names = [name for name, known in MOVES.items() if known == pair]
@@ -282,15 +295,16 @@ def tracked(accuracies: Series) -> int:
 
 def name_lines(frame: DataFrame) -> Series:
     """Return the name of each run's line. Finished runs that differ in seed and text alone share
-    one: kind, sizes, settings that differ, the mean training data and time of updates, and the
-    `scored_step` if it is not the last update. The name of an unfinished run ends in its
-    `scored_step` instead."""
+    one: kind, sizes, settings that differ, the plan if one text has runs of several, the mean
+    training data and time of updates, and the `scored_step` if it is not the last update. The name
+    of an unfinished run ends in its `scored_step` instead."""
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame):
         if setting not in ('data_dir', 'eval_interval', 'scored_step'):
             name += f', {setting} = ' + frame[setting].astype(str)
-    if frame['plan'].nunique() > 1:
+    texts = frame['data_dir'].map(os.path.realpath)
+    if (frame.groupby(texts)['plan'].nunique() > 1).any():
         name = frame['plan'] + ': ' + name
     finished = frame['finished'].astype(bool)
     of_line = frame.groupby([name, finished])
@@ -388,6 +402,11 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
     options = {'which': args.which, 'erase': args.erase, 'moves_before': args.moves_before}
+    varied(frame)  # refuses a run that is there twice, before others are scored in vain
+    for run in frame.to_dict('records'):
+        if streams is None:
+            read_task(run)
+        check_model(run, args.erase)
     parts = []
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
@@ -400,8 +419,8 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     frame = frame.assign(scored_step=frame['folder'].map(of_run['step']))
     frame['line'] = name_lines(frame)
     texts = frame['data_dir'].map(os.path.realpath)
-    if (texts.groupby(frame['folder'].map(of_run['task'])).nunique() > 1).any():
-        frame['line'] += ', data_dir = ' + texts.map(os.path.relpath)
+    n_texts = texts.groupby(frame['folder'].map(of_run['task'])).transform('nunique')
+    frame['line'] += (', data_dir = ' + texts.map(os.path.relpath)).where(n_texts > 1, '')
     about = 'folder model plan kind n_layer n_expert n_embd seed line seconds'.split()
     about += ['device_name', 'commit']
     scores = frame[about].merge(found, on='folder')

@@ -72,7 +72,7 @@ def test_arrangements_are_products_of_permutation_matrices(pair):
     assert n_right == 10_000
 
 
-SIZES = [('S5', 120), ('Z5', 5), ('D5', 10), ('parity', 2), ('dcba,bcda', 8)]
+SIZES = [('S5', 120), ('A5', 60), ('Z5', 5), ('D5', 10), ('parity', 2), ('dcba,bcda', 8)]
 
 
 @pytest.mark.parametrize('moves, size', SIZES)
@@ -147,7 +147,7 @@ NO_PAIRS = ['S6', 'bacde', 'bacde,bcd', 'abcd,bcdd', 'bca,cab,abc', 'abcdefghi,b
 
 @pytest.mark.parametrize('moves', NO_PAIRS)
 def test_moves_that_are_no_permutations_are_refused(tmp_path, moves):
-    assert_refused(f"moves = '{moves}': expected S5, Z5", prepare, tmp_path, moves=moves)
+    assert_refused(f"moves = '{moves}': expected S5, A5, Z5", prepare, tmp_path, moves=moves)
 
 
 @pytest.mark.parametrize('moves', ['ab,ab', 'abcd,abcd', 'abcdefgh,abcdefgh', 'still'])
@@ -159,7 +159,7 @@ def test_moves_that_leave_all_letters_are_refused(tmp_path, monkeypatch, moves):
 
 def test_the_start_of_the_text_is_printed(tmp_path, capsys):
     text, _ = prepare(tmp_path, moves='dcba,bcda')
-    assert f'they start with {text[:80]} ...\n' in capsys.readouterr().out
+    assert f'the training text starts with {text[:80]} ...\n' in capsys.readouterr().out
 
 
 # ---- scores ----
@@ -334,6 +334,23 @@ def test_seeds_that_have_not_finished_are_kept_apart(trained_states):
     is_unfinished = names.str.endswith(', not finished, its model of update 2')
     assert states.name_lines(frame[~frame['finished']]).to_list() == names[is_unfinished].to_list()
     assert names.nunique() == 4 and (is_unfinished == ~frame['finished']).all()
+
+
+def test_runs_of_two_plans_share_lines_unless_they_read_one_text(trained_states):
+    """So S5 and Z5, each in a folder of its own, have the same colors in two panels."""
+    one = runs(trained_states / 'states').assign(scored_step=2)
+    other = one.assign(plan='other')
+    apart = pandas.concat([one, other.assign(data_dir='data/other')], ignore_index=True)
+    assert set(states.name_lines(apart)) == set(states.name_lines(one))
+    names = states.name_lines(pandas.concat([one, other], ignore_index=True))
+    assert names.nunique() == 6 and names[len(one) :].str.startswith('other: ').all()
+
+
+def test_runs_that_cannot_be_scored_are_refused_before_any_is(trained_states, monkeypatch, capsys):
+    folder = trained_states / 'states'
+    message = f'{folder}/lstm: the model has no s to erase: leave it out by --only'
+    assert_refused(message, score, monkeypatch, folder, '--chains=100', '--erase=s')
+    assert 'reading' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('steps, text', [((1, 1), '1'), ((2, 1), '1 to 2'), ((2, 2), '')])
@@ -534,7 +551,9 @@ def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, mon
     assert all(f', {step} in 1 s' in printed for step in frame['step'])
     for ms, n in re.findall(r': (\d+) ms per update, (\d+) in 1 s', printed):
         assert abs(int(n) * int(ms) - 1000) <= int(ms) + int(n)  # both are rounded
-    monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing'])
+    assert_refused('recurrent: holds a run already', demo_states.main)
+    assert runs(out)['finished'].all()
+    monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing', '--overwrite=True'])
     assert_refused("recurrent.txt: error: no val shards in 'missing'", demo_states.main)
 
 
