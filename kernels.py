@@ -152,7 +152,7 @@ def _attention_kernel(qkv, cache, out, totals, t, W, width, S, scale, h: constex
     c = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     m, col, _, real, mask = _tile(h)
-    count = tl.load(count + b).to(tl.int32)
+    count = tl.minimum(tl.load(count + b), W).to(tl.int32)  # of an endless stream it needs 64 bits
     if head is None:
         slot = W + t
         first = tl.maximum(slot + 1 - width, W - count)

@@ -317,7 +317,7 @@ def slice_loss(
     logits: Tensor, targets: Tensor, scale: float, config: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return objective and cross-entropy as `losses`, and `scale` times the gradient of the
-    objective with respect to the logits, in their dtype."""
+    objective with respect to the logits, in their dtype. It may overwrite the logits."""
     with torch.enable_grad():
         logits = logits.detach().requires_grad_()
         objective, cross_entropy = losses(logits, targets, config)

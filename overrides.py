@@ -33,6 +33,8 @@ def choose_overrides(
             import kernels  # only here: it needs triton, which may be missing or broken
 
             names = kernels.OVERRIDES if allowed is None else sorted(allowed)
+            if not model.training:
+                names = [name for name in names if name != 'loss']  # decoding computes none
             if model.training and compute_dtype == torch.float32:
                 names = [name for name in names if name == 'loss']
                 lines.append('Triton overrides of products are not used: they lack TF32')

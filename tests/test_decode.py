@@ -118,7 +118,7 @@ def test_errors_in_bf16_are_small(model_type, device):
     expected = expected_logits(reference.exact(model), x)
     decoder = Decoder(model.to(device), 4, compute_dtype=torch.bfloat16)
     if device == 'cuda':
-        pytest.importorskip('kernels')  # registers the forms
+        pytest.importorskip('kernels')  # registers the overrides
         model.overrides = frozenset({'attention', 'experts'})
     for token in x.T:
         decoder.step(token)
@@ -142,7 +142,7 @@ def test_errors_in_bf16_are_small(model_type, device):
 )
 def test_with_triton_forms_it_equals_the_reference(monkeypatch, model_type, changes):
     """Three streams start with an empty, a half full and a full window."""
-    pytest.importorskip('kernels')  # registers the forms
+    pytest.importorskip('kernels')  # registers the overrides
     monkeypatch.setattr(compiling, 'candidates', {'split'})
     model = make(model_type, torch.float32, n_layer=1, n_expert=2, **changes)
     model.overrides = frozenset({'attention', 'experts'})

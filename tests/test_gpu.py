@@ -132,7 +132,7 @@ def test_graphs_of_a_language_model_replay_what_runs_eagerly(
 # ---- Triton overrides in training ----
 
 
-OVERRIDES = [  # names of forms, D
+OVERRIDES = [  # names of overrides, D
     ('', 192),
     ('attention', 192),
     ('experts', 384),
@@ -152,10 +152,10 @@ def run_chunk(model, x, y, state, compute_dtype=False):
 @pytest.mark.parametrize('aggregation, share_kv', [('sqrt_sum', True), ('softmax_l2', False)])
 @pytest.mark.parametrize('names, D', OVERRIDES)
 def test_each_triton_form_in_bf16_against_float64(monkeypatch, names, D, aggregation, share_kv):
-    """Three chunks of three blocks run with these forms, faster or not, and the rest compiled. With
-    'blocks' the blocks are captured and replayed."""
+    """Three chunks of three blocks run with these overrides, faster or not, and the rest compiled.
+    With 'blocks' the blocks are captured and replayed."""
     if names:
-        pytest.importorskip('kernels')  # registers the forms
+        pytest.importorskip('kernels')  # registers the overrides
     monkeypatch.setattr(unroll, 'TILE', 10)
     monkeypatch.setattr(unroll, 'MAX_GRAPH_SIZE', 0 if 'blocks' in names else 2048)
     torch.manual_seed(0)

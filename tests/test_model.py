@@ -157,8 +157,8 @@ CASES = [
 @pytest.mark.parametrize('T, chunks, reset_before, sizes', CASES, ids=str)
 def test_recurrent_is_the_reference(monkeypatch, T, chunks, reset_before, sizes):
     """The cases cover all modes, aggregations and sizes, with a shared cache and with one per
-    expert. Blocks have 3 tokens, and dK and dV are computed in groups of 2. In the mode `graphs`
-    what was captured once is replayed with other weights and inputs."""
+    expert. Segments have 3 tokens, and dK and dV are computed in groups of 2. In the mode
+    `cuda_graphs` what was captured once is replayed with other weights and inputs."""
     monkeypatch.setattr(unroll, 'TILE', 3)
     monkeypatch.setattr(unroll, 'GROUP', 2)
     monkeypatch.setattr(compiling, 'compiled', lambda f: f)

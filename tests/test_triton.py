@@ -50,7 +50,7 @@ def test_in_the_interpreter(request):
 # ---- training with Triton overrides ----
 
 
-CASES = [  # forms in use beside 'loss', streams, tokens per chunk, sizes of the model
+CASES = [  # overrides in use beside 'loss', streams, tokens per chunk, sizes of the model
     ('attention', 2, 4, {'n_expert': 3}),
     ('attention stores', 2, 5, {'n_expert': 2}),
     ('attention', 2, 2, {'n_expert': 1, 'n_embd': 20, 'window': 70, 'aggregation': 'softmax_mean'}),
@@ -68,9 +68,9 @@ CASES = [  # forms in use beside 'loss', streams, tokens per chunk, sizes of the
 @interpreted
 @pytest.mark.parametrize('names, B, T, sizes', CASES, ids=str)
 def test_unroll_is_the_reference(monkeypatch, names, B, T, sizes):
-    """The cases have empty, full and partly filled windows, all layouts of heads, and forms alone
-    and together, in blocks of 3 tokens and groups of 2. What a form replaces cannot be called. With
-    'stores', attention is this candidate."""
+    """The cases have empty, full and partly filled windows, all layouts of heads, and overrides
+    alone and together, in segments of 3 tokens and groups of 2. What an override replaces cannot be
+    called. With 'stores', attention is this candidate."""
     monkeypatch.setattr(compiling, 'candidates', {'stores'} & set(names.split()))
     for name, replaced in (('attention', 'split_heads'), ('experts', 'add_norm')):
         if name in names:
@@ -123,7 +123,24 @@ def test_a_backward_that_is_interrupted_frees_its_memory(monkeypatch):
     assert not any(ref() for ref in refs)
 
 
-TRIALS = [  # decoding, the form that is wrong, in which calls, the others
+@interpreted
+def test_a_stream_may_have_any_number_of_tokens():
+    """As many as 64 bits count."""
+    sizes = {'n_layer': 1, 'n_embd': 8, 'n_head': 2, 'n_kv_head': 1}
+    model = make(RecurrentGPT, dtype=torch.float32, window=5, **sizes)
+    found = []
+    for names in (set(), {'attention'}):
+        model.overrides = frozenset(names)
+        decoder = decode.Decoder(model, 1)
+        for token in range(9):
+            if token == 6:
+                decoder.position.count.fill_(2**31 + 5)
+            decoder.step(torch.tensor([token]))
+        found.append(decoder.logits.clone())
+    assert_close(found[1], found[0], 1e-4)
+
+
+TRIALS = [  # decoding, the override that is wrong, in which calls, the others
     (False, 'attention', object, {'experts', 'loss'}),
     (True, 'experts', object, {'attention'}),
     (True, 'attention', unroll.ChunkCache, {'experts'}),
@@ -134,7 +151,7 @@ TRIALS = [  # decoding, the form that is wrong, in which calls, the others
 @pytest.mark.parametrize(
     'decoding, broken, last_argument, expected', TRIALS, ids=['training', 'decoding', 'prompt']
 )
-def test_a_form_that_is_off_by_10_percent_is_not_used(
+def test_an_override_that_is_off_by_10_percent_is_not_used(
     monkeypatch, decoding, broken, last_argument, expected
 ):
     """In the trial of a training chunk, or of a prompt and a token after it, which have no loss."""
@@ -143,10 +160,10 @@ def test_a_form_that_is_off_by_10_percent_is_not_used(
     options = {'share_kv': False, 'aggregation': 'softmax_l2'}
     model = make(RecurrentGPT, dtype=torch.float32, **sizes, **options)
     model.train(not decoding)
-    form = compiling.registered[broken]
+    override = compiling.registered[broken]
 
     def wrong(*args):
-        return form(*args) * (1.1 if isinstance(args[-1], last_argument) else 1)
+        return override(*args) * (1.1 if isinstance(args[-1], last_argument) else 1)
 
     monkeypatch.setitem(compiling.registered, broken, wrong)
     trial = kernels.make_trial(model, 2, torch.float32)
@@ -170,11 +187,11 @@ def test_loss():
     assert kernels.slice_loss(logits, torch.tensor([0, -100, 2]), 1.0, None)[0].isnan()
 
 
-# ---- a form is for the code that it was written for ----
+# ---- an override is for the code that it was written for ----
 
 
-def test_forms_are_those_of_the_code():
-    """A failure means that a function which a form replaces was edited: see
+def test_overrides_are_those_of_the_code():
+    """A failure means that a function which an override replaces was edited: see
     kernels.REPLACES."""
     assert {
         name: compiling.code_hash(functions) for name, functions in kernels.REPLACES.items()
@@ -195,7 +212,7 @@ COMMENTED = """    @fused
 """
 
 
-def test_an_edit_turns_a_form_off_and_a_comment_does_not(monkeypatch):
+def test_an_edit_turns_an_override_off_and_a_comment_does_not(monkeypatch):
     monkeypatch.setattr(compiling.inspect, 'getsource', lambda text: text)
     code = compiling.code_hash((FUNCTION,))
     assert compiling.code_hash((COMMENTED,)) == code
