@@ -99,7 +99,8 @@ class SokobanEnv:
                         bool, only those where it is true
         state_dict(), load_state_dict(state)    all that a resumed run needs, tensors (N, ...)
 
-    play_sokoban.py draws, and sokoban_gym.py declares, the boards of levels.py alone.
+    play_sokoban.py draws the first two channels, which must be those of levels.py, and
+    sokoban_gym.py declares these alone.
 
     levels: packed levels (n, 17). order: with 'random' a board whose episode has ended samples its
     next level from all levels, with replacement; with 'sequence' board i plays the levels i, i + N,

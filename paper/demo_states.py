@@ -48,16 +48,16 @@ def progress(name: str) -> str:
     return lines[-1] if lines else 'starts'
 
 
-def train(updates: dict[str, int], overwrite: bool) -> None:
-    """Train both models side by side, for these numbers of updates, into out_dir/NAME, and print
-    their progress. overwrite: whether to replace runs there. Raises UserError with the last line of
-    a trainer that fails, as it does without `overwrite` if there are any."""
+def train(updates: dict[str, int]) -> None:
+    """Train both models side by side, for these numbers of updates, into out_dir/NAME, in place of
+    earlier runs, and print their progress. Raises UserError with the last line of a trainer that
+    fails."""
     os.makedirs(out_dir, exist_ok=True)
     processes, is_due = {}, Throttle()
     try:
         for name, n in updates.items():
             settings = {'data_dir': data_dir, 'out_dir': os.path.join(out_dir, name)}
-            settings |= {'max_iters': n, 'eval_interval': n, 'threads': 1, 'overwrite': overwrite}
+            settings |= {'max_iters': n, 'eval_interval': n, 'threads': 1, 'overwrite': True}
             flags = [f'--{key}={value}' for key, value in settings.items()]
             command = [sys.executable, ROOT / 'train_lm.py', ROOT / CONFIGS[name], *flags]
             with open(printed(name), 'w', encoding='utf-8') as file:
@@ -78,14 +78,17 @@ def train(updates: dict[str, int], overwrite: bool) -> None:
 def main() -> None:
     configure(globals())
     exit_at_signals()
-    train(dict.fromkeys(CONFIGS, TRIAL), overwrite)
+    if not overwrite and any(os.path.exists(os.path.join(out_dir, name)) for name in CONFIGS):
+        advice = 'choose another out_dir, or replace them with --overwrite=True'
+        raise UserError(f'{out_dir}: holds runs already: {advice}')
+    train(dict.fromkeys(CONFIGS, TRIAL))
     updates = {}
     for name in CONFIGS:
         log = log_of(os.path.join(out_dir, name))
         ms = statistics.median(line['ms'] for line in log if 'ms' in line)
         updates[name] = max(1, int(1000 * seconds / ms))
         print(f'{name}: {ms:.0f} ms per update, {updates[name]} in {seconds} s')
-    train(updates, overwrite=True)  # the runs of the trial
+    train(updates)
 
 
 if __name__ == '__main__':

@@ -516,6 +516,7 @@ def main() -> None:
     for model, part in done.groupby('model'):
         if args.levels and value_of(part) == 'loss':
             raise UserError(f'--levels: {model} is no agent: leave it out by --only')
+    for model, part in done.groupby('model'):
         for column, noun in (('code', 'versions of the code'), ('data_checksum', 'data sets')):
             counts = part.groupby('plan')[column].nunique() if column in part else Series()
             for plan, n in counts[counts > 1].items():

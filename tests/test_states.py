@@ -346,6 +346,15 @@ def test_runs_of_two_plans_share_lines_unless_they_read_one_text(trained_states)
     assert names.nunique() == 6 and names[len(one) :].str.startswith('other: ').all()
 
 
+def test_runs_of_two_plans_that_differ_in_a_setting_have_lines_of_their_own(trained_states):
+    one = runs(trained_states / 'states').assign(scored_step=2)
+    later = {'max_iters': 4, 'step': 4, 'last_tokens': 2 * one['last_tokens'], 'scored_step': 4}
+    other = one.assign(plan='other', data_dir='data/other', **later)
+    names = states.name_lines(pandas.concat([one, other], ignore_index=True))
+    assert not names.str.contains('scored at').any() and names.nunique() == 6
+    assert names.str.contains(', max_iters = [24],').all()
+
+
 def test_runs_that_cannot_be_scored_are_refused_before_any_is(trained_states, monkeypatch, capsys):
     folder = trained_states / 'states'
     message = f'{folder}/lstm: the model has no s to erase: leave it out by --only'
@@ -547,11 +556,11 @@ def test_the_demo_trains_both_kinds_for_equal_time(trained_states, tmp_path, mon
     demo_states.main()
     frame = runs(out)
     assert frame['finished'].all() and frame['kind'].to_list() == ['recurrent', 'non-recurrent']
-    printed = capsys.readouterr().out
-    assert all(f', {step} in 1 s' in printed for step in frame['step'])
-    for ms, n in re.findall(r': (\d+) ms per update, (\d+) in 1 s', printed):
+    found = re.findall(r': (\d+) ms per update, (\d+) in 1 s', capsys.readouterr().out)
+    assert [int(n) for _, n in found] == frame['step'].to_list()
+    for ms, n in found:
         assert abs(int(n) * int(ms) - 1000) <= int(ms) + int(n)  # both are rounded
-    assert_refused('recurrent: holds a run already', demo_states.main)
+    assert_refused(f'{out}: holds runs already', demo_states.main)
     assert runs(out)['finished'].all()
     monkeypatch.setattr(sys, 'argv', [*argv, '--data_dir=missing', '--overwrite=True'])
     assert_refused("recurrent.txt: error: no val shards in 'missing'", demo_states.main)

@@ -278,7 +278,7 @@ def test_a_resumed_run_may_use_the_overrides_that_it_had(data, tmp_path, monkeyp
 
     monkeypatch.setattr(train_lm, 'choose_overrides', choose)
     monkeypatch.setattr(compiling, 'compiled', lambda f: f)
-    monkeypatch.setattr(compiling.fused, 'enabled', False)  # restored after the test
+    monkeypatch.setattr(compiling.fused, 'enabled', False)  # compile=True sets it
     run_lm(data, tmp_path, max_iters=2, compile=True)
     assert resume(tmp_path, '--max_iters=3') == 0
     assert asked == [None, ['other']]
