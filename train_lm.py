@@ -326,7 +326,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
             names = [name for name, _, _ in folder.saved.get('shards', [])]
             train_shards = [x for x in train_shards if Path(x).name in names]
     shards = fingerprint([*train_shards, *val_shards])
-    ranks.compare_ranks(folder.fingerprint(), shards)
+    ranks.compare_ranks(*folder.fingerprint(), shards)
     saved_shards = folder.saved.get('shards') if folder.saved else None  # an export has none
     if eval_only:
         if saved_shards and any(shard not in saved_shards for shard in shards):

@@ -420,7 +420,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         (train_levels, train_line), (eval_levels, eval_line) = load_level_sets(config)
     eval_crc = zlib.crc32(eval_levels)
     levels_crc = None if eval_only else zlib.crc32(train_levels)
-    ranks.compare_ranks(folder.fingerprint(), eval_crc, levels_crc)
+    ranks.compare_ranks(*folder.fingerprint(), eval_crc, levels_crc)
 
     def evaluate_agent() -> dict[str, float]:
         with ranks.evaluating(model):
