@@ -455,7 +455,6 @@ def main() -> None:
 
     players = [load_player(folder, torch_device) for folder in folders]
     train, test = load_levels(players)
-    os.makedirs(out_dir, exist_ok=True)
     tests = [play(player, player.agent, test, torch_device) for player in players]
     rates = [found['solved'].mean() for found in tests]
     for folder, rate in zip(folders, rates, strict=True):
@@ -473,6 +472,7 @@ def main() -> None:
     if solved.sum() < min_levels:
         advice = 'choose easier test_levels or a larger n_test'
         raise UserError(f'these are fewer than min_levels = {min_levels}: {advice}')
+    os.makedirs(out_dir, exist_ok=True)
     # The level of plans.png: the first on which no episode ends too early, or the longest.
     shortest = np.min([found['steps'][solved] for found in tests], 0)
     level = int(np.argmax(np.minimum(shortest, len(SHOWN) + 1)))

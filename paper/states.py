@@ -299,7 +299,9 @@ def name_lines(frame: DataFrame) -> Series:
     training data and time of updates, and the `scored_step` if it is not the last update. The name
     of an unfinished run ends in its `scored_step` instead."""
     texts = frame['data_dir'].map(os.path.realpath)
-    names_plan = (frame.groupby(texts)['plan'].nunique() > 1).any()
+    if 'data_checksum' in frame:  # earlier runs have none
+        texts = frame['data_checksum'].astype(object).where(frame['data_checksum'].notna(), texts)
+    names_plan = (frame.groupby(texts, sort=False)['plan'].nunique() > 1).any()
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
     for setting in varied(frame if names_plan else frame.assign(plan='')):

@@ -340,7 +340,9 @@ def test_runs_of_two_plans_share_lines_unless_they_read_one_text(trained_states)
     """So S5 and Z5, each in a folder of its own, have the same colors in two panels."""
     one = runs(trained_states / 'states').assign(scored_step=2)
     other = one.assign(plan='other')
-    apart = pandas.concat([one, other.assign(data_dir='data/other')], ignore_index=True)
+    apart = pandas.concat(
+        [one, other.assign(data_dir='data/other', data_checksum=1)], ignore_index=True
+    )
     assert set(states.name_lines(apart)) == set(states.name_lines(one))
     names = states.name_lines(pandas.concat([one, other], ignore_index=True))
     assert names.nunique() == 6 and names[len(one) :].str.startswith('other: ').all()
@@ -349,7 +351,7 @@ def test_runs_of_two_plans_share_lines_unless_they_read_one_text(trained_states)
 def test_runs_of_two_plans_that_differ_in_a_setting_have_lines_of_their_own(trained_states):
     one = runs(trained_states / 'states').assign(scored_step=2)
     later = {'max_iters': 4, 'step': 4, 'last_tokens': 2 * one['last_tokens'], 'scored_step': 4}
-    other = one.assign(plan='other', data_dir='data/other', **later)
+    other = one.assign(plan='other', data_dir='data/other', data_checksum=1, **later)
     names = states.name_lines(pandas.concat([one, other], ignore_index=True))
     assert not names.str.contains('scored at').any() and names.nunique() == 6
     assert names.str.contains(', max_iters = [24],').all()
