@@ -413,7 +413,7 @@ def main(streams: list[bytes] | None = None, find: Callable = find_answers) -> N
         if streams is None:
             read_task(run)
         check_model(run, args.erase)
-        load_model(run['folder'], args.which)
+        load_model(run['folder'], args.which)  # refuses a run without a checkpoint
     parts = []
     for run in frame.to_dict('records'):
         print(f'{run["folder"]}: reading', flush=True)
