@@ -372,6 +372,17 @@ def test_a_slope_is_wrong_if_it_is_in_two_directions(monkeypatch, factor, kinks,
     assert (check_edit.wrong == []) == agrees
 
 
+@pytest.mark.parametrize('detaches', [False, True])
+def test_gradients_stopped_on_purpose_are_not_compared_with_slopes(monkeypatch, capsys, detaches):
+    monkeypatch.setattr(check_edit, 'wrong', [])
+    monkeypatch.setattr(check_edit, 'detaches', detaches)
+    x = torch.ones(5, dtype=torch.float64)
+    stopped = x.clone()  # the gradient of (x.detach() * x).sum()
+    check_edit.check_slope('gradients', [x], (stopped,), lambda: x.square().sum())
+    assert (check_edit.wrong == []) == detaches
+    assert ('--detaches' in capsys.readouterr().out) != detaches
+
+
 @pytest.mark.long
 def test_head_prepares_the_data_that_an_edit_prepares_differently(tmp_path):
     apply_hacks(tmp_path)

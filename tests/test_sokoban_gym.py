@@ -3,20 +3,22 @@ Sokoban."""
 
 import importlib.util
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.error import ResetNeeded
-from gymnasium.utils.env_checker import check_env
-from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import vector as wrappers
 from small_runs import assert_refused
 from test_levels import numbered, text
 
-import sokoban_gym
 from levels import board_image, board_text, generate, observations, parse_text
 from sokoban import TIME_LIMIT, JumanjiEnv, SokobanEnv, random_bits
+
+gymnasium = pytest.importorskip('gymnasium', reason='gymnasium is not installed')
+from gymnasium.error import ResetNeeded  # noqa: E402
+from gymnasium.utils.env_checker import check_env  # noqa: E402
+from gymnasium.vector import AutoresetMode  # noqa: E402
+from gymnasium.wrappers import vector as wrappers  # noqa: E402
+
+import sokoban_gym  # noqa: E402
 
 NAME = 'sokoban_gym:ParallelExperts/Sokoban-v0'
 UP, RIGHT, DOWN, LEFT = range(4)
