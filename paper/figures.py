@@ -513,9 +513,10 @@ def main() -> None:
     out = args.out or Path(os.path.commonpath([os.path.abspath(x) for x in args.folders]))
     out.mkdir(parents=True, exist_ok=True)
     write_text(done.to_csv(index=False), out / 'runs.csv')
-    for model, part in done.groupby('model'):
-        if args.levels and value_of(part) == 'loss':
-            raise UserError(f'--levels: {model} is no agent: leave it out by --only')
+    if args.levels:
+        for model, part in done.groupby('model'):
+            if value_of(part) == 'loss':
+                raise UserError(f'--levels: {model} is no agent: leave it out by --only')
     for model, part in done.groupby('model'):
         for column, noun in (('code', 'versions of the code'), ('data_checksum', 'data sets')):
             counts = part.groupby('plan')[column].nunique() if column in part else Series()

@@ -304,6 +304,7 @@ def name_lines(frame: DataFrame) -> Series:
     names_plan = (frame.groupby(texts, sort=False)['plan'].nunique() > 1).any()
     lstm = 'LSTM the size of recurrent'
     name = frame['kind'].where(frame['model'] != 'LSTM', lstm) + ', ' + name_cells(frame)
+    # Plans that share a line are one: what differs between them is named, too.
     for setting in varied(frame if names_plan else frame.assign(plan='')):
         if setting not in ('data_dir', 'eval_interval', 'scored_step'):
             name += f', {setting} = ' + frame[setting].astype(str)
