@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,13 @@ def need_git():
     """Skip the test if git is not installed."""
     if not shutil.which('git'):
         pytest.skip('git is not installed')
+
+
+def skip_without_interpreter():
+    """Skip the test if Triton is not installed, or if its interpreter cannot run here."""
+    triton = pytest.importorskip('triton', reason='triton is not installed')
+    if triton.__version__.startswith('3.6.') and np.lib.NumpyVersion(np.__version__) >= '2.4.0':
+        pytest.skip('the interpreter of Triton 3.6 needs a NumPy before 2.4')
 
 
 def commit(folder):

@@ -4,7 +4,15 @@ project. What the patches do is tested in test_hack_effects.py."""
 import re
 
 import pytest
-from processes import ROOT, apply_hacks, apply_patch, commit, run_check_edit, run_in
+from processes import (
+    ROOT,
+    apply_hacks,
+    apply_patch,
+    commit,
+    run_check_edit,
+    run_in,
+    skip_without_interpreter,
+)
 
 HACKS = {path.stem: path for path in sorted((ROOT / 'tests' / 'hacks').glob('?_*.patch'))}
 SETTINGS = {
@@ -81,7 +89,7 @@ def check_triton(folder, hacks, **settings):
 
 
 def test_triton_overrides_drop_none_of_five_hacks(tmp_path):
-    pytest.importorskip('triton', reason='triton is not installed')
+    skip_without_interpreter()
     check_triton(tmp_path, TOGETHER, n_loop=2, windows=(4, 2), z_loss=0.1)
 
 

@@ -12,7 +12,6 @@ import subprocess
 import weakref
 from pathlib import Path
 
-import numpy as np
 import processes
 import pytest
 import torch
@@ -34,11 +33,8 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(
-    triton.__version__.startswith('3.6.') and np.lib.NumpyVersion(np.__version__) >= '2.4.0',
-    reason='the interpreter of Triton 3.6 needs a NumPy before 2.4',
-)
 def test_in_the_interpreter(request):
+    processes.skip_without_interpreter()
     files = __file__, Path(__file__).with_name('test_decode.py')
     tests = 'triton and not in_the_interpreter and not ahead_of_time'
     options = ['--long'] if request.config.getoption('--long') else ['-m', 'not gpu and not long']
