@@ -888,7 +888,7 @@ def all_changed() -> set[Path]:
         names += git('ls-files', '--others', '--exclude-standard', '-z')
     except (OSError, subprocess.CalledProcessError):
         return set()
-    return {ROOT / name for name in names.decode().split('\0')}
+    return {ROOT / name for name in names.decode().split('\0') if name}  # each ends in \0
 
 
 @functools.cache
@@ -1062,7 +1062,7 @@ def main() -> int:
         if path.suffix == '.py' and 'tests' not in name.parts:
             notes.append(f'{name} has changed, and nothing here runs it')
     if not all_changed():
-        notes.append("no file differs from git's HEAD: settings are checked only if they are given")
+        notes.append('git knows of no change: settings are checked only if they are given')
     if notes:
         print('all modes agree, but this was not checked:')
         print(*notes, sep='\n')

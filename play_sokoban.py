@@ -289,7 +289,10 @@ def main() -> None:
         actions_seed = None if greedy else about['seed']
         rates = evaluate(agent, packed, torch_device, actions_seed, time_limit)
         solved = f'solved {rates["solve_rate"]:.1%}, return {rates["return"]:.2f}'
-        print(f'{policy or out_dir}: {solved}, {rates["steps"]:.0f} steps; {source}')
+        name, actions = policy, 'greedy' if greedy else 'sampled'
+        if not policy:
+            name = f'{out_dir}, update {agent.metadata.get("step", "unknown")}, {actions} actions'
+        print(f'{name}: {solved}, {rates["steps"]:.0f} steps; {source}')
         return
     if level >= len(packed):
         there_are = f'there are {len(packed)} levels, counted from 0'

@@ -57,8 +57,16 @@ CELL = ['model', 'plan', 'kind', *SYMBOLS]  # runs that agree in these differ in
 NO_SETTINGS = (
     'folder loss return step seconds finished seed out_dir resume overwrite script script_path '
     'command code commit torch device_name world rows starts run_folder wandb_id wandb_folder '
-    'triton_overrides data_checksum changed'
+    'triton_overrides data_checksum init_checksum changed'
 ).split()
+# Columns that should have one value in all runs of a plan, and what has several otherwise.
+FOUND = {
+    'code': 'versions of the code',
+    'data_checksum': 'data sets',
+    'init_checksum': 'initial weights',
+    'device_name': 'kinds of device',
+    'torch': 'versions of PyTorch',
+}
 AXES = {'radius': 'number of neighbors'}  # labels that differ from the setting's name
 # Names in the order of the paper's figures; any others follow by alphabet.
 ORDER = [*AGGREGATIONS, *RESIDUALS, 'True', 'False']
@@ -83,6 +91,15 @@ def text_of(value: object) -> str:
     encoding."""
     text = value if isinstance(value, str) else repr(value)
     return text.encode(errors='backslashreplace').decode()
+
+
+def machines_of(settings: dict) -> dict[str, str]:
+    """Return device and version of PyTorch of a run, of all its starts if these differ."""
+    starts, found = [settings, *settings.get('starts', [])], {}
+    for name in ('device_name', 'torch'):
+        values = dict.fromkeys(start[name] for start in starts if name in start)
+        found |= {name: ' + '.join(values)} if values else {}
+    return found
 
 
 def versions_of(settings: dict) -> str:
@@ -111,6 +128,7 @@ def runs(folders: Folders) -> DataFrame:
             'finished': False,
             'commit': settings.get('code', {}).get('commit'),
             **{k: x if isinstance(x, Number | None) else text_of(x) for k, x in settings.items()},
+            **machines_of(settings),
             'code': versions_of(settings),
             'changed': ', '.join(changed_settings(settings)),
         }
@@ -501,11 +519,13 @@ def main() -> None:
     add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
     add('--figure', choices=[*FIGURES], help='draw this one only')
     add('--only', help='a condition on the runs, as in "residual == \'expert\'"')
+    add('--plan', help='draw all of them as runs of one plan, under this name')
     add('--out', type=path, help='folder to write to; default: that of the runs')
     add('--levels', type=path, help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
     frame = runs(args.folders)
     frame = frame if args.only is None else matching(frame, args.only)
+    frame = frame if args.plan is None else frame.assign(plan=args.plan)
     done = frame[frame['finished']]
     print(f'{len(done)} of {len(frame)} runs have finished')
     if done.empty:
@@ -518,10 +538,10 @@ def main() -> None:
             if value_of(part) == 'loss':
                 raise UserError(f'--levels: {model} is no agent: leave it out by --only')
     for model, part in done.groupby('model'):
-        for column, noun in (('code', 'versions of the code'), ('data_checksum', 'data sets')):
+        for column, noun in FOUND.items():
             counts = part.groupby('plan')[column].nunique() if column in part else Series()
             for plan, n in counts[counts > 1].items():
-                print(f'{plan}: {n} {noun} have trained these runs, see runs.csv')
+                print(f'{plan}: these runs had {n} {noun}, see {column} in runs.csv')
         for run in part[part['changed'] != ''].itertuples():
             print(f'{run.folder} changed {run.changed} when it resumed')
         is_judged = part[value_of(part)].notna()
@@ -537,7 +557,10 @@ def main() -> None:
             save_figure(FIGURES[name](part), out / f'{name}_{model}.png')
         plans = [(plan, one) for plan, one in part.groupby('plan') if not varied(one)]
         sentences = [(plan, best_depths(scores_of(one))[-1]) for plan, one in plans]
-        note = '\n'.join(f'{plan}: {sentence}' for plan, sentence in sentences if sentence)
+        notes = [f'{plan}: {sentence}' for plan, sentence in sentences if sentence]
+        if args.only is not None:
+            notes.append(f'only runs with {args.only}')
+        note = '\n'.join(notes)
         save_table(value_table(part), f'{out}/table_{model}', note)
         if args.levels:
             save_table(solve_table(part, str(args.levels)), f'{out}/solved_{model}')

@@ -414,7 +414,12 @@ PLANS = {
         'Ours: residual rule',
         ablation(RESIDUAL_AGENTS, RESIDUAL_LMS, residual=list(RESIDUALS)),
     ),
-    'lm-small-shared': Plan('Ours: FineWeb, small budget, shared residual', shared_residual),
+    'lm-small-shared': Plan(
+        'Ours: FineWeb, small budget, shared residual',
+        shared_residual,
+        'python -m paper.figures {folders} --plan=lm-small-shared '
+        '--only="recurrent or n_expert == 1 or residual == \'shared\'"',
+    ),
     'init-b': Plan(
         'Ours: initial b', ablation([], sixteen([1, 2]), init_b=['one', 'sqrt_experts'])
     ),

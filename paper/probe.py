@@ -71,6 +71,7 @@ from support.run_folder import PER_CALL
 # agents and levels
 which = 'last'                 # of a run: its 'last' agent or its 'best'
 out_dir = 'out/probe'          # folder for figures and tables
+overwrite = False              # replace those of an earlier analysis in out_dir
 levels = ''                    # split or file to train probes on; '' = the first agent's levels
 test_levels = ''               # the same to score them on; '' = the first agent's evaluation levels
 levels_dir = ''                # folder of Boxoban's levels; '' = that of the first agent
@@ -116,7 +117,8 @@ DRAWN = {  # probes in recall.png: (line style, end of their label)
     'untrained 3x3': (':', ', untrained'),
     'observation': ('--', ', observation alone'),
 }
-COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
+TABLE = 'probes.csv'
+COUNTS = ['directions', 'emitted', 'right']  # columns of the table
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
 # Settings in which seeds of one agent may differ; the folders of DATA may be written differently.
 NOT_THE_AGENT = ('seed', 'eval_interval', 'log_interval', *NEUTRAL, *PER_CALL)
@@ -450,6 +452,9 @@ def main() -> None:
     configure(globals(), [*(name for name in names if name not in folders), *argv[len(names) :]])
     if not folders or '' in folders:
         raise UserError('no agents: name their folders, python -m paper.probe out/a out/b')
+    if not overwrite and os.path.exists(os.path.join(out_dir, TABLE)):
+        advice = 'choose another out_dir, or replace them with --overwrite=True'
+        raise UserError(f'{out_dir}: holds probes already: {advice}')
     ranks.keep_memory()
     torch_device = ranks.pick_device(device, threads)
 
@@ -472,6 +477,8 @@ def main() -> None:
     if solved.sum() < min_levels:
         advice = 'choose easier test_levels or a larger n_test'
         raise UserError(f'these are fewer than min_levels = {min_levels}: {advice}')
+    for player in players:  # refuses, before the others are probed, one whose state is not finite
+        record(player, test[solved][:BATCH], torch_device)
     os.makedirs(out_dir, exist_ok=True)
     # The level of plans.png: the first on which no episode ends too early, or the longest.
     shortest = np.min([found['steps'][solved] for found in tests], 0)
@@ -496,7 +503,7 @@ def main() -> None:
         del data, guesses
 
     counts = pandas.concat(tables)
-    write_text(add_shares(counts).to_csv(index=False), os.path.join(out_dir, 'probes.csv'))
+    write_text(add_shares(counts).to_csv(index=False), os.path.join(out_dir, TABLE))
     title = f'{solved.sum()} levels; precision {precision:.0%} over {first} steps'
     recall = draw_recall(counts.replace({'agent': labels}), title)
     for name, figure in {'recall.png': recall, 'recall.svg': recall, 'plans.png': boards}.items():

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Self
 
-from support.script import UserError, first_line, print0
+from support.script import UserError, first_line, print0, warn
 
 import huggingface_hub
 import torch
@@ -163,14 +163,15 @@ def refuse_unknown_sizes(model: torch.nn.Module, entries: dict, path: Path) -> N
             raise UserError(f'{path}: {reason}: use the code of that run')
 
 
-def initialize_from(model: torch.nn.Module, folder: Path) -> None:
-    """Initialize a model from an export or from the best model of a run. Every weight whose name
-    and shape the model has is taken. Print which weights of the model and of the folder were not.
-    Raises UserError if the folder cannot be read, no weight fits, or it has a size that this code
-    does not know."""
+def initialize_from(model: torch.nn.Module, folder: Path) -> int:
+    """Initialize a model from an export or from the best model of a run, and return a checksum of
+    the file of weights. Every weight whose name and shape the model has is taken. Print which
+    weights of the model and of the folder were not. Raises UserError if the folder cannot be read,
+    no weight fits, or it has a size that this code does not know."""
     path = export_in(folder) / WEIGHTS
     refuse_unknown_sizes(model, read_metadata(path.parent), path)
     weights, initial = without_old_bias(read_tensors(path), model), model.state_dict()
+    checksum = zlib.crc32(path.read_bytes())
     fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
     # A tied weight, which has several names, is taken under the first, unless all are equal.
     place = {name: initial[name].data_ptr() or name for name in fits}  # an empty weight has none
@@ -184,6 +185,7 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> None:
         rest = [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in fits]
         if rest:
             print0(f'{label}: {", ".join(rest)}')
+    return checksum
 
 
 class PublishedModel(
@@ -233,6 +235,8 @@ class PublishedModel(
             metadata, weights = read_metadata(export), read_tensors(path)
         else:
             saved, path = load_last(folder)
+            if which == 'best':
+                warn(f'{folder}: has no best model: read {path.name}, of update {saved["step"]:,}')
             described_in = path
             with restoring(path):
                 weights = saved['model']

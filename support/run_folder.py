@@ -436,6 +436,10 @@ class RunFolder:
         if self.finished:  # with the settings in config.json, perhaps without a further update
             now = settings_of(self.path)
             before, lost = {**before, **{name: now[name] for name in lost}}, {}
+        if self.finished and path.name == PREV and config['resume'] == 'auto':
+            step = self.saved['step']
+            reason = f'has finished, but {LAST} is gone or damaged'
+            raise UserError(f'{self.path}: {reason}: --resume=True repeats it from update {step}')
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             # the script may be newer than the run; an export has lists for tuples
@@ -501,7 +505,12 @@ class RunFolder:
             shutil.copytree(original, best)
         start = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
         start['changes'] = self.changes
-        starts = [*self.metadata.get('starts', []), start]
+        starts = self.metadata.get('starts', [])
+        for name in ('device_name', 'torch'):  # another one rounds differently
+            before = starts[-1].get(name) if starts else None
+            if before not in (None, metadata.get(name)):
+                print0(f'{name} = {metadata[name]!r}  (the run had {before!r})')
+        starts = [*starts, start]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         self.metadata['run_folder'] = os.path.realpath(self.path)
         for name in (LAST, PREV) if self.config['overwrite'] else ():

@@ -395,14 +395,15 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     plan = tmp_path / 'a[1],$x_{|$'
     for E, recurrent, seed in itertools.product((1, 2), (True, False), (1, 2)):
         settings = {'n_layer': 4 // E, 'n_expert': E, 'recurrent': recurrent, 'seed': seed}
-        settings |= {'code': {'checksum': str(E)}, 'data_checksum': seed}
+        settings |= {'code': {'checksum': str(E)}, 'data_checksum': seed, 'device_name': 'Zen 3'}
+        settings |= {'starts': [start_of(name='Zen 4')] if E == 2 else []}
         write_lm(plan / f'{E}{recurrent}{seed}', 9.0, 8.0, 7.0, 6.0, E + seed, **settings)
     write_lm(plan / 'unfinished', 0.0, finished=False)
     main(monkeypatch, *plan.iterdir())
     printed = capsys.readouterr().out
     assert '8 of 9 runs have finished' in printed
-    assert f'{plan.name}: 2 versions of the code have trained these runs' in printed
-    assert f'{plan.name}: 2 data sets have trained these runs' in printed
+    nouns = 'versions of the code', 'data sets', 'kinds of device'
+    assert all(f'{plan.name}: these runs had 2 {noun}, see' in printed for noun in nouns)
     for name in ('allocations', 'saturation', 'learning'):
         assert Image.open(plan / f'{name}_Transformer.png').width > 500
     assert len(pandas.read_csv(plan / 'runs.csv')) == 8

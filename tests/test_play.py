@@ -93,8 +93,9 @@ def test_an_agent_is_measured_as_its_run_evaluated_it(trained, play):
     record = read_log(trained)[-1]
     solved = f'solved {record["eval_solve_rate"]:.1%}, return {record["eval_return"]:.2f}'
     levels = f'the first 6 of 9 levels of hard from 1 file in {trained.parent}'
+    name = f'{trained}, update {record["step"]}, greedy actions'
     assert play(f'--out_dir={trained}', '--which=last', '--n_levels=6', '--measure') == (
-        f'{trained}: {solved}, {record["eval_steps"]:.0f} steps; {levels}\n'
+        f'{name}: {solved}, {record["eval_steps"]:.0f} steps; {levels}\n'
     )
 
 
