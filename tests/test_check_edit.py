@@ -395,6 +395,18 @@ def test_head_prepares_the_data_that_an_edit_prepares_differently(tmp_path):
     assert status == 0 and now != before and before.startswith('train_loss'), printed
 
 
+def test_changed_files_are_those_that_git_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_edit, 'ROOT', tmp_path)
+    changed = check_edit.all_changed.__wrapped__  # without its cache
+    apply_hacks(tmp_path)
+    assert changed() == set()  # git does not keep the project
+    commit(tmp_path)
+    assert changed() == set()
+    for name in ('model.py', 'new.py'):
+        (tmp_path / name).write_text('')
+    assert changed() == {tmp_path / 'model.py', tmp_path / 'new.py'}
+
+
 @pytest.mark.long
 def test_dropout_in_evaluation_is_named(tmp_path):
     down = '    x = w.down(activation(w.up(x)))\n'

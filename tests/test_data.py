@@ -187,6 +187,14 @@ def test_a_last_shard_that_is_shorter_than_a_row_is_dropped(tmp_path):
     assert len(tokens) == 50 + 5900
 
 
+def test_a_large_share_for_validation_by_default_is_named(tmp_path, capsys):
+    write_jsonl(tmp_path / 'set/a.jsonl', ['x' * 99] * 150)  # with each end 100 tokens
+    for size, line in ((10_000, '67% of them are for validation'), (1000, '')):
+        prepare(tmp_path / str(size), dataset=f'{tmp_path}/set', shard_tokens=size, val_tokens=0)
+        printed = capsys.readouterr().out
+        assert line in printed and ('are for validation' in printed) == bool(line)
+
+
 @pytest.mark.parametrize(
     'suffix, seed, chosen', [('.txt', -1, [0, 20, 40]), ('.jsonl', 1, [119, 81, 20])]
 )

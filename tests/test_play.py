@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import sys
 import termios
@@ -24,6 +25,7 @@ from small_runs import assert_refused, error_of, read_log, run_agent
 from test_levels import numbered, text
 
 import play_sokoban
+from convlstm import load_agent
 from levels import COLORS, board_image, generate, observations, parse_text, plan_image
 from support.export import weights_checksum
 from support.run_folder import load_checkpoint
@@ -97,6 +99,12 @@ def test_an_agent_is_measured_as_its_run_evaluated_it(trained, play):
     assert play(f'--out_dir={trained}', '--which=last', '--n_levels=6', '--measure') == (
         f'{name}: {solved}, {record["eval_steps"]:.0f} steps; {levels}\n'
     )
+
+
+def test_a_run_without_a_best_agent_is_named(trained, tmp_path, capsys):
+    shutil.copytree(trained, tmp_path / 'run', ignore=shutil.ignore_patterns('best'))
+    load_agent(tmp_path / 'run')
+    assert 'run: has no best model: read last.pt, of update ' in capsys.readouterr().err
 
 
 def test_the_shipped_agent_solves_easy_levels_with_greedy_and_with_sampled_actions(folder, play):

@@ -242,6 +242,32 @@ def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monk
     shapes = {'weight': [5, 8, 3, 3], 'bias': [5], 'threshold': [], 'agent': []}
     saved = read_tensors('out/probe_lstm.safetensors')
     assert {name: list(x.shape) for name, x in saved.items()} == shapes
+    assert_refused('out: holds probes already', analyze, monkeypatch, [agents / 'lstm'], *levels)
+    analyze(monkeypatch, [agents / 'lstm'], *levels, '--overwrite=True')
+    assert set(pandas.read_csv('out/probes.csv').agent) == {'lstm'}
+
+
+def test_a_state_that_overflows_is_found_before_any_agent_is_probed(agents, tmp_path, monkeypatch):
+    """Here that of the second agent."""
+    monkeypatch.chdir(tmp_path)
+    load_agent, levels = probe.load_agent, f'--test_levels={agents}/rooms.npy'
+
+    def load_large(folder, *options):
+        agent = load_agent(folder, *options)
+        encode_and_step = agent.encode_and_step
+
+        def scaled(*args):
+            s, state = encode_and_step(*args)
+            return s * (1e6 if ODD in folder else 1.0), state
+
+        monkeypatch.setattr(agent, 'encode_and_step', scaled)
+        return agent
+
+    monkeypatch.setattr(probe, 'load_agent', load_large)
+    monkeypatch.setattr(probe, 'train_probes', None)  # is not called
+    folders = [agents / 'lstm', agents / ODD]
+    assert_refused('its state is not finite', analyze, monkeypatch, folders, levels)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

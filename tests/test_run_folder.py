@@ -62,17 +62,17 @@ def open_folder(path, from_files=None, defaults=DEFAULTS, name='train_toy.py', *
     return RunFolder(Settings(defaults, from_files or {}, command_line), FIXED, script)
 
 
-def train(path, steps=3, saves=(2, 3), **options):
+def train(path, steps=3, saves=(2, 3), device='toy', is_finished=False, **options):
     """Run the toy trainer: log steps, save some of them, and end; return the RunFolder."""
     folder = open_folder(path, **options)
     folder.config['threads'] = 2  # as found on the machine
-    folder.start(device_name='toy')
+    folder.start(device_name=device)
     start = folder.records[-1]['step'] + 1 if folder.records else 0
     for step in range(start, steps + 1):
         folder.log({'step': step, 'loss': 1.0 / (1 + step)})
         if step in saves:
             folder.save(step=step)
-    folder.finish(False)
+    folder.finish(is_finished)
     return folder
 
 
@@ -138,6 +138,16 @@ def test_all_starts_are_recorded_and_printed_with_their_changes(tmp_path, capsys
     starts = [(start['step'], start['changes']) for start in config['starts']]
     assert starts == [(0, {}), (3, {'max_iters': 30, 'betas': [0.5, 0.5]})]
     assert (config['max_iters'], config['threads'], config['device_name']) == (30, 2, 'toy')
+
+
+def test_another_device_is_named(tmp_path, capsys):
+    for step, device in enumerate(('toy', 'toy', 'other', 'other', 'toy'), 1):
+        train(tmp_path, step, saves=[step], device=device, resume='auto')
+    lines = [line for line in capsys.readouterr().out.splitlines() if 'device_name' in line]
+    assert lines == [
+        "device_name = 'other'  (the run had 'toy')",
+        "device_name = 'toy'  (the run had 'other')",
+    ]
 
 
 def test_changes_of_a_start_that_saved_nothing_are_named(tmp_path, capsys):
@@ -543,6 +553,15 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_previous_one(tmp_path, capsy
     )
     resumed.save(step=2)
     assert [load_checkpoint(tmp_path / name)['step'] for name in (LAST, PREV)] == [2, 1]
+
+
+def test_a_finished_run_without_its_last_checkpoint_is_not_repeated_unasked(tmp_path):
+    train(tmp_path, is_finished=True)
+    (tmp_path / LAST).unlink()
+    message = '--resume=True repeats it from update 2'
+    assert_refused(message, train, tmp_path, resume='auto')
+    assert [record['step'] for record in log_of(tmp_path)] == [0, 1, 2, 3]
+    assert train(tmp_path, resume=True).step == 2
 
 
 def test_a_checkpoint_that_cannot_be_opened_does_not_give_way(tmp_path):

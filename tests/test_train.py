@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import zlib
 
 from configurator import configure
 from support.script import UserError
@@ -635,7 +636,9 @@ def test_init_from_takes_the_layers_that_both_models_have(trained, data, tmp_pat
     assert 'initialized from scratch: layers.2.' in printed and 'not taken' not in printed
     weights = last_of(tmp_path / 'deeper')['model']
     assert all(torch.equal(weights[name], x) for name, x in last_of(source)['model'].items())
-    assert not settings_of(tmp_path / 'deeper')['recurrent']
+    config = settings_of(tmp_path / 'deeper')
+    assert not config['recurrent']
+    assert config['init_checksum'] == zlib.crc32((source / 'best/model.safetensors').read_bytes())
 
 
 @pytest.mark.parametrize(
