@@ -414,6 +414,20 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
     assert [y for y, _ in curves['L = 4']] == [8.0, 7.0, 6.0, 2.5]
 
 
+def test_runs_of_several_plans_are_drawn_as_one(tmp_path, monkeypatch):
+    """As those of lm-small-shared are, of which some are in the folder of lm-small."""
+    write_lm(tmp_path / 'a/one', 2.0, residual='expert')
+    write_lm(tmp_path / 'a/left_out', 1.0, residual='expert', n_expert=2)
+    write_lm(tmp_path / 'b/two', 3.0, residual='shared', n_expert=2)
+    options = ['--plan=both', '--only=n_expert == 1 or residual == "shared"', f'--out={tmp_path}']
+    main(monkeypatch, tmp_path / 'a', tmp_path / 'b', *options)
+    table = pandas.read_csv(tmp_path / 'table_Transformer.csv')
+    found = zip(table.plan, table.n_expert, table.loss, table.best, strict=True)
+    assert [*found] == [('both', 1, 2.0, True), ('both', 2, 3.0, False)]
+    note = (tmp_path / 'table_Transformer.md').read_text().splitlines()[-1]
+    assert note == 'only runs with n_expert == 1 or residual == "shared"'
+
+
 def test_a_learning_rate_that_is_the_only_axis_is_drawn(tmp_path, monkeypatch, capsys):
     """One that is tuned is drawn, too, where an ablation is asked for."""
     for i, rate in enumerate((0.1, 0.2, 0.4)):
