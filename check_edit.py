@@ -888,7 +888,9 @@ def all_changed() -> set[Path]:
         names += git('ls-files', '--others', '--exclude-standard', '-z')
     except (OSError, subprocess.CalledProcessError):
         return set()
-    return {ROOT / name for name in names.decode().split('\0') if name}  # each ends in \0
+    return {
+        ROOT / name for name in names.decode().split('\0') if name
+    }  # git ends each name with \0
 
 
 @functools.cache

@@ -795,8 +795,8 @@ def make_shards(config: Settings, documents: Callable[[], Iterable[str]] | None 
         f'{val:,} validation tokens'
     )
     if meta.get('ended') and not config['val_tokens'] and 9 * val > sum(train):
-        share = f'{val / (val + sum(train)):.0%} of them are for validation'
-        print(f'{share}: prepare them again in another data_dir with a smaller --val_tokens')
+        share = f'{val / (val + sum(train)):.0%} of the tokens are for validation'
+        print(f'{share}: to train on more, choose another data_dir and --val_tokens below {val:,}')
     if min(train, default=0) < MIN_TOKENS or val < 2:
         advice = 'choose other val_tokens and another data_dir'
         raise UserError(f'{folder}: too little to train on: {advice}')

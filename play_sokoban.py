@@ -289,9 +289,10 @@ def main() -> None:
         actions_seed = None if greedy else about['seed']
         rates = evaluate(agent, packed, torch_device, actions_seed, time_limit)
         solved = f'solved {rates["solve_rate"]:.1%}, return {rates["return"]:.2f}'
-        name, actions = policy, 'greedy' if greedy else 'sampled'
+        name = policy
         if not policy:
-            name = f'{out_dir}, update {agent.metadata.get("step", "unknown")}, {actions} actions'
+            actions = 'greedy actions' if greedy else 'sampled actions'
+            name = f'{out_dir}, update {agent.metadata.get("step", "unknown")}, {actions}'
         print(f'{name}: {solved}, {rates["steps"]:.0f} steps; {source}')
         return
     if level >= len(packed):

@@ -340,14 +340,14 @@ def run(config: Settings, at_end: ExitStack) -> int:
         )
 
     # model
-    initial = {}  # for config.json, the checksum of the weights in init_from
+    init_checksum = None
     model = make_model(config, V)
     model.metadata = {'tokenizer': tokenizer}
     if folder.saved:
         refuse_unknown_sizes(model, folder.saved.get('entries', {}), folder.path_of_saved)
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
-        initial['init_checksum'] = initialize_from(model, init_from)
+        init_checksum = initialize_from(model, init_from)
     model = model.to(device_)
     ranks.share_weights(model)
     model.cuda_graphs = graphs is not None
@@ -464,8 +464,8 @@ def run(config: Settings, at_end: ExitStack) -> int:
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # logged without a validation, by an earlier eval_interval
     in_use = sorted(model.overrides)
-    metadata['data_checksum'] = checksum_of(shards)
-    folder.start(**metadata, **initial, rows=train.rows, triton_overrides=in_use)
+    metadata |= {'data_checksum': checksum_of(shards), 'init_checksum': init_checksum}
+    folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
     at_end.callback(stopper.restore)

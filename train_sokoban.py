@@ -400,13 +400,13 @@ def run(config: Settings, at_end: ExitStack) -> int:
     B = n_envs // world
 
     # model
-    initial = {}  # for config.json, the checksum of the weights in init_from
+    init_checksum = None
     model = make_agent(config)
     if folder.saved:
         refuse_unknown_sizes(model, folder.saved.get('entries', {}), folder.path_of_saved)
         load_weights(model, folder.saved['model'], folder.path_of_saved)
     elif init_from:
-        initial['init_checksum'] = initialize_from(model, init_from)
+        init_checksum = initialize_from(model, init_from)
     model = model.to(device_)
     ranks.share_weights(model)
     fused.enabled = compile
@@ -546,7 +546,7 @@ def run(config: Settings, at_end: ExitStack) -> int:
         ended_since, sums, logged_step, logged_seconds = [], {}, step, seconds
     # Generated levels follow from the settings: only files need a checksum.
     files_crc = None if split == 'generated' else levels_crc
-    folder.start(**metadata, **initial, data_checksum=files_crc)
+    folder.start(**metadata, data_checksum=files_crc, init_checksum=init_checksum)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
     at_end.callback(stopper.restore)

@@ -59,11 +59,11 @@ NO_SETTINGS = (
     'command code commit torch device_name world rows starts run_folder wandb_id wandb_folder '
     'triton_overrides data_checksum init_checksum changed'
 ).split()
-# Columns that should have one value in all runs of a plan, and what has several otherwise.
-FOUND = {
+# Columns that should agree within a plan, and what a warning calls their values.
+SHOULD_AGREE = {
     'code': 'versions of the code',
     'data_checksum': 'data sets',
-    'init_checksum': 'initial weights',
+    'init_checksum': 'sets of initial weights',
     'device_name': 'kinds of device',
     'torch': 'versions of PyTorch',
 }
@@ -93,21 +93,16 @@ def text_of(value: object) -> str:
     return text.encode(errors='backslashreplace').decode()
 
 
-def machines_of(settings: dict) -> dict[str, str]:
-    """Return device and version of PyTorch of a run, of all its starts if these differ."""
-    starts, found = [settings, *settings.get('starts', [])], {}
-    for name in ('device_name', 'torch'):
-        values = dict.fromkeys(start[name] for start in starts if name in start)
-        found |= {name: ' + '.join(values)} if values else {}
-    return found
-
-
-def versions_of(settings: dict) -> str:
-    """Return the checksums of the code of all starts of a run."""
+def versions_of(settings: dict) -> dict[str, str]:
+    """Return checksum of the code, device and version of PyTorch of a run, those of several starts
+    with ' + ' between them."""
     starts = [settings, *settings.get('starts', [])]
-    return ' '.join(
-        dict.fromkeys(x['code']['checksum'] for x in starts if 'checksum' in x.get('code', {}))
-    )
+    found = {
+        'code': [start.get('code', {}).get('checksum') for start in starts],
+        'device_name': [start.get('device_name') for start in starts],
+        'torch': [start.get('torch') for start in starts],
+    }
+    return {name: ' + '.join(filter(None, dict.fromkeys(x))) for name, x in found.items()}
 
 
 def runs(folders: Folders) -> DataFrame:
@@ -128,8 +123,7 @@ def runs(folders: Folders) -> DataFrame:
             'finished': False,
             'commit': settings.get('code', {}).get('commit'),
             **{k: x if isinstance(x, Number | None) else text_of(x) for k, x in settings.items()},
-            **machines_of(settings),
-            'code': versions_of(settings),
+            **versions_of(settings),
             'changed': ', '.join(changed_settings(settings)),
         }
         log, last = DataFrame(records), {}
@@ -519,7 +513,7 @@ def main() -> None:
     add('folders', nargs='+', type=path, metavar='FOLDER', help='runs, or folders of runs')
     add('--figure', choices=[*FIGURES], help='draw this one only')
     add('--only', help='a condition on the runs, as in "residual == \'expert\'"')
-    add('--plan', help='draw all of them as runs of one plan, under this name')
+    add('--plan', help='draw all runs as one plan of this name')
     add('--out', type=path, help='folder to write to; default: that of the runs')
     add('--levels', type=path, help='split of Boxoban, for a table of solve rates')
     args = parser.parse_args()
@@ -538,10 +532,12 @@ def main() -> None:
             if value_of(part) == 'loss':
                 raise UserError(f'--levels: {model} is no agent: leave it out by --only')
     for model, part in done.groupby('model'):
-        for column, noun in FOUND.items():
-            counts = part.groupby('plan')[column].nunique() if column in part else Series()
-            for plan, n in counts[counts > 1].items():
-                print(f'{plan}: these runs had {n} {noun}, see {column} in runs.csv')
+        for column, noun in SHOULD_AGREE.items():
+            for plan, one in part.groupby('plan'):
+                values = one[column].dropna().astype(str) if column in one else Series(dtype=str)
+                found = {x for value in values for x in value.split(' + ')} - {''}
+                if len(found) > 1:
+                    print(f'{plan}: these runs had {len(found)} {noun}, see {column} in runs.csv')
         for run in part[part['changed'] != ''].itertuples():
             print(f'{run.folder} changed {run.changed} when it resumed')
         is_judged = part[value_of(part)].notna()

@@ -38,6 +38,7 @@ import itertools
 import os
 import shlex
 import sys
+from glob import escape, glob
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +72,7 @@ from support.run_folder import PER_CALL
 # agents and levels
 which = 'last'                 # of a run: its 'last' agent or its 'best'
 out_dir = 'out/probe'          # folder for figures and tables
-overwrite = False              # replace those of an earlier analysis in out_dir
+overwrite = False              # replace the results of an earlier analysis in out_dir
 levels = ''                    # split or file to train probes on; '' = the first agent's levels
 test_levels = ''               # the same to score them on; '' = the first agent's evaluation levels
 levels_dir = ''                # folder of Boxoban's levels; '' = that of the first agent
@@ -117,8 +118,7 @@ DRAWN = {  # probes in recall.png: (line style, end of their label)
     'untrained 3x3': (':', ', untrained'),
     'observation': ('--', ', observation alone'),
 }
-TABLE = 'probes.csv'
-COUNTS = ['directions', 'emitted', 'right']  # columns of the table
+COUNTS = ['directions', 'emitted', 'right']  # columns of probes.csv
 SHOWN = (0, 1, 2)  # steps whose boards are drawn, as in the paper
 # Settings in which seeds of one agent may differ; the folders of DATA may be written differently.
 NOT_THE_AGENT = ('seed', 'eval_interval', 'log_interval', *NEUTRAL, *PER_CALL)
@@ -406,6 +406,12 @@ def add_shares(counts: pandas.DataFrame) -> pandas.DataFrame:
 # ---- figures and tables ----
 
 
+def results_in(folder: str) -> list[str]:
+    """Return the files that an earlier analysis has written into a folder."""
+    names = 'probe_*.safetensors probes.csv probes.json recall.png recall.svg plans.png'.split()
+    return [path for name in names for path in glob(os.path.join(escape(folder), name))]
+
+
 def draw_recall(counts: pandas.DataFrame, title: str) -> Figure:
     """Return the figure of recall by step, with one standard deviation over seeds: for each agent a
     line for its 3x3 probe, one before training and one for the observation alone."""
@@ -452,7 +458,7 @@ def main() -> None:
     configure(globals(), [*(name for name in names if name not in folders), *argv[len(names) :]])
     if not folders or '' in folders:
         raise UserError('no agents: name their folders, python -m paper.probe out/a out/b')
-    if not overwrite and os.path.exists(os.path.join(out_dir, TABLE)):
+    if not overwrite and results_in(out_dir):
         advice = 'choose another out_dir, or replace them with --overwrite=True'
         raise UserError(f'{out_dir}: holds probes already: {advice}')
     ranks.keep_memory()
@@ -477,9 +483,11 @@ def main() -> None:
     if solved.sum() < min_levels:
         advice = 'choose easier test_levels or a larger n_test'
         raise UserError(f'these are fewer than min_levels = {min_levels}: {advice}')
-    for player in players:  # refuses, before the others are probed, one whose state is not finite
+    for player in players:  # fail before any probe is trained if a state is not finite
         record(player, test[solved][:BATCH], torch_device)
     os.makedirs(out_dir, exist_ok=True)
+    for path in results_in(out_dir):
+        os.remove(path)
     # The level of plans.png: the first on which no episode ends too early, or the longest.
     shortest = np.min([found['steps'][solved] for found in tests], 0)
     level = int(np.argmax(np.minimum(shortest, len(SHOWN) + 1)))
@@ -503,7 +511,7 @@ def main() -> None:
         del data, guesses
 
     counts = pandas.concat(tables)
-    write_text(add_shares(counts).to_csv(index=False), os.path.join(out_dir, TABLE))
+    write_text(add_shares(counts).to_csv(index=False), os.path.join(out_dir, 'probes.csv'))
     title = f'{solved.sum()} levels; precision {precision:.0%} over {first} steps'
     recall = draw_recall(counts.replace({'agent': labels}), title)
     for name, figure in {'recall.png': recall, 'recall.svg': recall, 'plans.png': boards}.items():

@@ -171,7 +171,6 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> int:
     path = export_in(folder) / WEIGHTS
     refuse_unknown_sizes(model, read_metadata(path.parent), path)
     weights, initial = without_old_bias(read_tensors(path), model), model.state_dict()
-    checksum = zlib.crc32(path.read_bytes())
     fits = [k for k, x in initial.items() if k in weights and weights[k].shape == x.shape]
     # A tied weight, which has several names, is taken under the first, unless all are equal.
     place = {name: initial[name].data_ptr() or name for name in fits}  # an empty weight has none
@@ -185,7 +184,7 @@ def initialize_from(model: torch.nn.Module, folder: Path) -> int:
         rest = [f'{name} {list(x.shape)}' for name, x in tensors.items() if name not in fits]
         if rest:
             print0(f'{label}: {", ".join(rest)}')
-    return checksum
+    return zlib.crc32(path.read_bytes())
 
 
 class PublishedModel(
@@ -236,7 +235,7 @@ class PublishedModel(
         else:
             saved, path = load_last(folder)
             if which == 'best':
-                warn(f'{folder}: has no best model: read {path.name}, of update {saved["step"]:,}')
+                warn(f'{folder}: has no best model: using {path.name}, of update {saved["step"]}')
             described_in = path
             with restoring(path):
                 weights = saved['model']

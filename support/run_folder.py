@@ -411,7 +411,8 @@ class RunFolder:
 
     def load(self, fixed: tuple) -> None:
         """Load the checkpoint and take its settings, except those that the command line changes.
-        Print what is changed. Raises UserError if a fixed setting is changed."""
+        Print what is changed. Raises UserError if a fixed setting is changed, or if resume = 'auto'
+        would repeat a part of a finished run."""
         config = self.config
         is_export = (self.path / WEIGHTS).exists()
         self.saved, path = load_export(self.path, fixed) if is_export else load_last(self.path)
@@ -436,10 +437,10 @@ class RunFolder:
         if self.finished:  # with the settings in config.json, perhaps without a further update
             now = settings_of(self.path)
             before, lost = {**before, **{name: now[name] for name in lost}}, {}
-        if self.finished and path.name == PREV and config['resume'] == 'auto':
-            step = self.saved['step']
-            reason = f'has finished, but {LAST} is gone or damaged'
-            raise UserError(f'{self.path}: {reason}: --resume=True repeats it from update {step}')
+            if path.name == PREV and config['resume'] == 'auto' and not config['eval_only']:
+                reason = f'has finished, but {LAST} is gone or damaged'
+                advice = f'--resume=True repeats it from update {self.saved["step"]}'
+                raise UserError(f'{self.path}: {reason}: {advice}')
         changes = {}
         for name in [name for name in config if name not in PER_CALL]:
             # the script may be newer than the run; an export has lists for tuples
@@ -506,10 +507,10 @@ class RunFolder:
         start = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
         start['changes'] = self.changes
         starts = self.metadata.get('starts', [])
-        for name in ('device_name', 'torch'):  # another one rounds differently
-            before = starts[-1].get(name) if starts else None
-            if before not in (None, metadata.get(name)):
-                print0(f'{name} = {metadata[name]!r}  (the run had {before!r})')
+        for name in ('device_name', 'torch'):  # others round differently
+            before, now = starts[-1].get(name) if starts else None, metadata.get(name)
+            if before and before != now:
+                print0(f'{name} = {now!r}  (the run had {before!r})')
         starts = [*starts, start]
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         self.metadata['run_folder'] = os.path.realpath(self.path)

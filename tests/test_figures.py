@@ -415,7 +415,7 @@ def test_the_command_draws_and_tabulates_what_has_finished(tmp_path, monkeypatch
 
 
 def test_runs_of_several_plans_are_drawn_as_one(tmp_path, monkeypatch):
-    """As those of lm-small-shared are, of which some are in the folder of lm-small."""
+    """As for lm-small-shared, which has some of its runs in the folder of lm-small."""
     write_lm(tmp_path / 'a/one', 2.0, residual='expert')
     write_lm(tmp_path / 'a/left_out', 1.0, residual='expert', n_expert=2)
     write_lm(tmp_path / 'b/two', 3.0, residual='shared', n_expert=2)

@@ -104,7 +104,7 @@ def test_an_agent_is_measured_as_its_run_evaluated_it(trained, play):
 def test_a_run_without_a_best_agent_is_named(trained, tmp_path, capsys):
     shutil.copytree(trained, tmp_path / 'run', ignore=shutil.ignore_patterns('best'))
     load_agent(tmp_path / 'run')
-    assert 'run: has no best model: read last.pt, of update ' in capsys.readouterr().err
+    assert 'run: has no best model: using last.pt, of update ' in capsys.readouterr().err
 
 
 def test_the_shipped_agent_solves_easy_levels_with_greedy_and_with_sampled_actions(folder, play):

@@ -245,6 +245,7 @@ def test_the_whole_analysis_writes_its_figures_and_tables(agents, tmp_path, monk
     assert_refused('out: holds probes already', analyze, monkeypatch, [agents / 'lstm'], *levels)
     analyze(monkeypatch, [agents / 'lstm'], *levels, '--overwrite=True')
     assert set(pandas.read_csv('out/probes.csv').agent) == {'lstm'}
+    assert set(os.listdir('out')) == names - {f'probe_{ODD}.safetensors'}
 
 
 def test_a_state_that_overflows_is_found_before_any_agent_is_probed(agents, tmp_path, monkeypatch):
