@@ -888,9 +888,7 @@ def all_changed() -> set[Path]:
         names += git('ls-files', '--others', '--exclude-standard', '-z')
     except (OSError, subprocess.CalledProcessError):
         return set()
-    return {
-        ROOT / name for name in names.decode().split('\0') if name
-    }  # git ends each name with \0
+    return {ROOT / name for name in names.decode().split('\0')[:-1]}  # \0 ends each name
 
 
 @functools.cache

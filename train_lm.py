@@ -463,9 +463,9 @@ def run(config: Settings, at_end: ExitStack) -> int:
     last = folder.records[-1] if folder.records else {}
     if last.get('step') == step and is_due(step) and 'val_loss' not in last:
         folder.records.pop()  # logged without a validation, by an earlier eval_interval
+    metadata['data_checksum'] = checksum_of(shards)
     in_use = sorted(model.overrides)
-    metadata |= {'data_checksum': checksum_of(shards), 'init_checksum': init_checksum}
-    folder.start(**metadata, rows=train.rows, triton_overrides=in_use)
+    folder.start(**metadata, init_checksum=init_checksum, rows=train.rows, triton_overrides=in_use)
 
     stopper = Stopper()  # turns ctrl-C, SIGTERM and the like into a flag
     at_end.callback(stopper.restore)

@@ -532,9 +532,9 @@ def main() -> None:
             if value_of(part) == 'loss':
                 raise UserError(f'--levels: {model} is no agent: leave it out by --only')
     for model, part in done.groupby('model'):
-        for column, noun in SHOULD_AGREE.items():
-            for plan, one in part.groupby('plan'):
-                values = one[column].dropna().astype(str) if column in one else Series(dtype=str)
+        for plan, one in part.groupby('plan'):
+            for column, noun in SHOULD_AGREE.items():
+                values = one.get(column, Series(dtype=str)).dropna().astype(str)
                 found = {x for value in values for x in value.split(' + ')} - {''}
                 if len(found) > 1:
                     print(f'{plan}: these runs had {len(found)} {noun}, see {column} in runs.csv')

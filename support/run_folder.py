@@ -506,12 +506,11 @@ class RunFolder:
             shutil.copytree(original, best)
         start = {'step': self.step, 'command': self.command, 'code': self.code, **metadata}
         start['changes'] = self.changes
-        starts = self.metadata.get('starts', [])
-        for name in ('device_name', 'torch'):  # others round differently
-            before, now = starts[-1].get(name) if starts else None, metadata.get(name)
-            if before and before != now:
-                print0(f'{name} = {now!r}  (the run had {before!r})')
-        starts = [*starts, start]
+        starts = [*self.metadata.get('starts', []), start]
+        last = starts[-2] if len(starts) > 1 else start
+        for name in ('device_name', 'torch'):  # another one rounds differently
+            if name in last and start.get(name) != last[name]:
+                print0(f'{name} = {start.get(name)!r}  (the run had {last[name]!r})')
         self.metadata = {**metadata, **self.metadata, 'starts': starts}
         self.metadata['run_folder'] = os.path.realpath(self.path)
         for name in (LAST, PREV) if self.config['overwrite'] else ():
